@@ -1,0 +1,31 @@
+"""The kvstore SDK: an asynchronous client, and a blocking one on the same core."""
+
+from kvstore.digests import extra_digest
+from kvstore.errors import (
+    BadDigest,
+    BadRequest,
+    Busy,
+    Conflict,
+    ConnectionLost,
+    Corrupt,
+    DeadlineExceeded,
+    KVStoreError,
+    MissingParent,
+    NoSpace,
+    NotFound,
+    ProtocolError,
+    UnknownNamespace,
+    Unsupported,
+    VersionMismatch,
+)
+from kvstore.kvspec import Component, KVSpec, PartRange
+from kvstore_client.blocking import Client
+from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient, Match, Namespace, PutResult
+from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
+
+__all__ = [
+    "DEFAULT_ENDPOINT", "AsyncClient", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict",
+    "ConnectionLost", "Corrupt", "DeadlineExceeded", "KVSpec", "KVStoreError", "Match", "MissingParent", "Namespace",
+    "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "UnknownNamespace", "Unsupported", "VersionMismatch",
+    "extra_digest", "fingerprint_folder", "fingerprint_revision",
+]  # fmt: skip

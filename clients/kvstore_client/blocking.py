@@ -1,0 +1,157 @@
+"""The blocking client: the asynchronous one on an event loop of its own, in a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from kvstore.kvspec import KVSpec, PartRange
+from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient, Extras, PutResult, Tokens
+from kvstore_client.client import Match as AsyncMatch
+from kvstore_client.client import Namespace as AsyncNamespace
+
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop that runs in a thread until `stop`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvstore-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end; an interrupt of the caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """End the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Client:
+    """As AsyncClient, but every call blocks. Safe to share between threads. Use as a context manager, or call `close`."""
+
+    def __init__(
+        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 4, timeout: float = 30.0, name: str = "", token: str = ""
+    ) -> None:
+        self._thread = _LoopThread()
+        try:
+            self._client = self._thread.run(self._make(endpoint, connections, timeout, name, token))
+        except BaseException:
+            self._thread.stop()
+            raise
+
+    @staticmethod
+    async def _make(endpoint: str, connections: int, timeout: float, name: str, token: str) -> AsyncClient:
+        client = AsyncClient(endpoint, connections=connections, timeout=timeout, name=name, token=token)
+        return await client.__aenter__()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; the daemon ends this client's leases and puts."""
+        self._thread.run(self._client.close())
+        self._thread.stop()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on this client's loop."""
+        return self._thread.run(work)
+
+    def ping(self, timeout: float | None = None) -> None:
+        """Wait until the daemon answers."""
+        self.run(self._client.ping(timeout))
+
+    def namespace(
+        self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400
+    ) -> "Namespace":
+        """Open a namespace; with a fingerprint and a KV spec, create it if it is not there (see AsyncClient.namespace)."""
+        return Namespace(self, self.run(self._client.namespace(name, fingerprint, spec, recipes=recipes, retention_s=retention_s)))
+
+    def namespaces(self) -> list["Namespace"]:
+        """All namespaces of this tenant."""
+        return [Namespace(self, n) for n in self.run(self._client.namespaces())]
+
+
+class Match:
+    """As the asynchronous Match; a context manager that releases its lease."""
+
+    def __init__(self, client: Client, inner: AsyncMatch) -> None:
+        self._client = client
+        self.inner = inner
+
+    @property
+    def pages(self) -> int:
+        """Whole pages matched."""
+        return self.inner.pages
+
+    @property
+    def tokens(self) -> int:
+        """Tokens matched."""
+        return self.inner.tokens
+
+    @property
+    def dram_pages(self) -> int:
+        """Matched pages that are in the daemon's DRAM."""
+        return self.inner.dram_pages
+
+    def release(self) -> None:
+        """End the lease."""
+        self._client.run(self.inner.release())
+
+    def __enter__(self) -> "Match":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+class Namespace:
+    """As the asynchronous Namespace."""
+
+    def __init__(self, client: Client, inner: AsyncNamespace) -> None:
+        self._client = client
+        self.inner = inner
+        self.id = inner.id
+        self.name = inner.name
+        self.info = inner.info
+        self.spec = inner.spec
+
+    def drop(self) -> None:
+        """Forget the namespace and everything in it."""
+        self._client.run(self.inner.drop())
+
+    def match(
+        self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, extras: Extras | None = None, timeout: float | None = None
+    ) -> Match:
+        """The longest prefix in the store (see the asynchronous Namespace.match)."""
+        found = self.inner.match(tokens, lease_s=lease_s, parts=parts, extras=extras, timeout=timeout)
+        return Match(self._client, self._client.run(found))
+
+    def fetch(
+        self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, timeout: float | None = None
+    ) -> int:
+        """Fetch matched pages into `out` (see the asynchronous Namespace.fetch)."""
+        return self._client.run(self.inner.fetch(match.inner, out, pages=pages, wanted=wanted, timeout=timeout))
+
+    def put(
+        self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None, durable: bool = False,
+        extras: Extras | None = None, put_id: bytes | None = None, timeout: float | None = None,
+    ) -> PutResult:  # fmt: skip
+        """Put pages (see the asynchronous Namespace.put)."""
+        return self._client.run(
+            self.inner.put(tokens, data, first_page=first_page, parts=parts, durable=durable, extras=extras, put_id=put_id, timeout=timeout)
+        )

@@ -1,0 +1,255 @@
+"""One connection to a daemon: handshake, requests in flight, and the task that reads replies."""
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvstore.api.wire import DATA_META, PROTOCOL_VERSION, SLICES_META, Channel, FrameType, Header, encode, pack, unpack
+from kvstore.api.wire.messages import Cancel, ErrorReply, Fetched, FetchRequest, Hello, Message, Welcome
+from kvstore.api.wire.runs import pack_runs
+from kvstore.errors import BadRequest, ConnectionLost, KVStoreError, ProtocolError, error_from_code
+from kvstore_client.plan import Stripe
+
+M = TypeVar("M", bound=Message)
+
+_QUIET_S = 5.0
+"""How long a cancelled fetch waits for the frame that is just arriving in the caller's buffer."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A request in flight. A fetch also has a stripe, the caller's buffer, and whom to tell of pieces."""
+
+    done: "asyncio.Future[tuple[Header, bytes, bytes]]"
+    stripe: Stripe | None = None
+    target: memoryview | None = None
+    arrived: Callable[[Stripe, int, list[bytes], bytes], None] | None = None
+    next_piece: int = 0
+
+
+def parse_endpoint(endpoint: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    """`host:port`, `[v6]:port` or `unix:PATH` as a socket family and address. Raises BadRequest."""
+    if endpoint.startswith("unix:"):
+        return socket.AF_UNIX, endpoint[5:]
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise BadRequest(f"endpoint {endpoint!r} is neither HOST:PORT nor unix:PATH")
+    host = host.strip("[]") or "127.0.0.1"
+    return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
+
+
+class Connection:
+    """Made by `open`. Many requests may be in flight; each gets its own replies."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.welcome: Welcome
+        self._channel = channel
+        self._calls: dict[int, Call] = {}
+        self._numbers = itertools.count(1)
+        self._write_lock = asyncio.Lock()
+        self._receiving: int | None = None
+        self._frame_done = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+        self.lost: KVStoreError | None = None
+
+    @classmethod
+    async def open(cls, endpoint: str, *, session: bytes = b"", client: str = "", token: str = "") -> "Connection":
+        """Connect and shake hands. Raises ConnectionLost, VersionMismatch or NotFound (the session is over)."""
+        family, address = parse_endpoint(endpoint)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, address)
+            connection = cls(Channel(sock))
+            await connection._shake_hands(Hello(versions=[PROTOCOL_VERSION], client=client, token=token, session=session))
+        except OSError as error:
+            sock.close()
+            raise ConnectionLost(f"can't connect to {endpoint}: {error.strerror or error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        return connection
+
+    async def _shake_hands(self, hello: Hello) -> None:
+        await self._channel.send(encode(FrameType.HELLO, 0, pack(hello)))
+        found = await self._channel.read_header()
+        if found is None:
+            raise ConnectionLost("the daemon closed the connection: it has too many, or it is stopping")
+        header, raw = found
+        meta, _ = await self._channel.read_body(header, raw)
+        if header.type is FrameType.ERROR:
+            raise _typed(meta)
+        if header.type is not FrameType.WELCOME:
+            raise ProtocolError(f"the daemon answered HELLO with {header.type.name}")
+        self.welcome = unpack(Welcome, meta)
+        self._reader = asyncio.create_task(self._read_replies(), name="kvstore-client-reader")
+
+    async def close(self) -> None:
+        """Close; requests in flight fail with ConnectionLost."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        self._fail(ConnectionLost("the connection was closed"))
+        self._channel.close()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight."""
+        return len(self._calls)
+
+    # --- requests ------------------------------------------------------------------------------------------------------
+
+    async def call(self, frame_type: FrameType, message: Message, reply: type[M], payload: bytes | memoryview = b"") -> tuple[M, bytes]:
+        """Send a control request and wait for its reply. Raises the daemon's typed error."""
+        _, meta, body = await self._request(frame_type, message, payload, Call(asyncio.get_running_loop().create_future()))
+        return unpack(reply, meta), body
+
+    async def fetch(
+        self, namespace: str, stripe: Stripe, target: memoryview, arrived: Callable[[Stripe, int, list[bytes], bytes], None]
+    ) -> Fetched:
+        """Fetch a stripe straight into `target`. `arrived` is told of pieces (first index, digests, digests sent).
+
+        Once this returns or raises, nothing more is written into `target`.
+        """
+        payload = b"".join(stripe.blobs) + pack_runs(stripe.runs)
+        call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived)
+        message = FetchRequest(namespace=namespace, blobs=len(stripe.blobs))
+        _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
+        return unpack(Fetched, meta)
+
+    async def send_slices(self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview]) -> None:
+        """Send consecutive slices of one part of a put; digests are computed on the way. There is no reply: commit tells."""
+        self._raise_if_lost()
+        meta = SLICES_META.pack(handle, page, part, first_slice)
+        async with self._write_lock:
+            try:
+                await self._channel.send_pieces(FrameType.SLICES, next(self._numbers), meta, slices, [None] * len(slices))
+            except BaseException as error:
+                self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
+                raise
+
+    async def _request(
+        self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Call
+    ) -> tuple[Header, bytes, bytes]:
+        self._raise_if_lost()
+        number = next(self._numbers)
+        buffers = encode(frame_type, number, pack(message), payload)
+        self._calls[number] = call
+        try:
+            await self._send(buffers)
+            return await call.done
+        except asyncio.CancelledError:
+            await self._cancel(number)
+            raise
+        finally:
+            if call.done.done():
+                self._calls.pop(number, None)
+
+    async def _send(self, buffers: list[bytes | memoryview]) -> None:
+        async with self._write_lock:
+            try:
+                await self._channel.send(buffers)
+            except BaseException as error:
+                self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
+                raise
+
+    async def _cancel(self, number: int) -> None:
+        """Tell the daemon to stop, and make sure that nothing more reaches the caller's buffer."""
+        call = self._calls.get(number)
+        if call is None or self.lost is not None:
+            return
+        call.target = None
+        try:
+            async with asyncio.timeout(_QUIET_S):
+                await self._send(encode(FrameType.CANCEL, 0, pack(Cancel(target=number))))
+                while self._receiving == number:
+                    await self._frame_done.wait()
+        except (TimeoutError, ConnectionLost):
+            self._fail(ConnectionLost("a cancelled transfer did not stop"))
+            if self._reader is not None:
+                self._reader.cancel()
+
+    def _raise_if_lost(self) -> None:
+        if self.lost is not None:
+            raise ConnectionLost(self.lost.message)
+
+    # --- replies -------------------------------------------------------------------------------------------------------
+
+    async def _read_replies(self) -> None:
+        try:
+            while (found := await self._channel.read_header()) is not None:
+                header, raw = found
+                meta, payload = await self._channel.read_body(header, raw)
+                if header.type is FrameType.DATA:
+                    await self._receive_data(header, meta)
+                else:
+                    self._answer(header, meta, payload)
+            self._fail(ConnectionLost("the daemon closed the connection"))
+        except KVStoreError as error:
+            self._fail(error)
+
+    def _answer(self, header: Header, meta: bytes, payload: bytes) -> None:
+        if header.type is FrameType.ERROR and header.request == 0:
+            raise _typed(meta)
+        call = self._calls.pop(header.request, None)
+        if call is None or call.done.done():
+            return  # it was cancelled, or it is an early word on slices whose commit will say the same
+        if header.type is FrameType.ERROR:
+            call.done.set_exception(_typed(meta))
+        else:
+            call.done.set_result((header, meta, payload))
+
+    async def _receive_data(self, header: Header, meta: bytes) -> None:
+        call = self._calls.get(header.request)
+        if call is None or call.stripe is None or call.target is None or call.done.done():
+            await self._channel.skip(header.payload_bytes + header.trailer_bytes)
+            return
+        first = call.next_piece
+        pieces = call.stripe.pieces[first : first + header.pieces]
+        if DATA_META.unpack(meta)[0] != first or len(pieces) != header.pieces or sum(p.size for p in pieces) != header.payload_bytes:
+            raise ProtocolError(
+                f"DATA of {header.pieces} pieces and {header.payload_bytes} bytes does not continue the fetch at piece {first}"
+            )
+        self._receiving = header.request
+        self._frame_done.clear()
+        try:
+            digests, claimed = await self._channel.read_pieces(header, _spans(call.target, [(p.target, p.size) for p in pieces]))
+        finally:
+            self._receiving = None
+            self._frame_done.set()
+        call.next_piece += header.pieces
+        if call.arrived is not None and not call.done.done():
+            try:
+                call.arrived(call.stripe, first, digests, claimed)
+            except KVStoreError as error:
+                call.target = None
+                call.done.set_exception(error)
+
+    def _fail(self, error: KVStoreError) -> None:
+        if self.lost is None:
+            self.lost = error
+        for call in self._calls.values():
+            if not call.done.done():
+                call.done.set_exception(ConnectionLost(error.message) if not isinstance(error, ProtocolError) else error)
+        self._calls.clear()
+
+
+def _spans(target: memoryview, places: list[tuple[int, int]]) -> list[tuple[memoryview, list[int]]]:
+    """Pieces that lie next to each other in the buffer, merged, so that they are received in one go."""
+    spans: list[tuple[int, int, list[int]]] = []
+    for offset, size in places:
+        if spans and spans[-1][1] == offset:
+            start, end, sizes = spans[-1]
+            sizes.append(size)
+            spans[-1] = (start, end + size, sizes)
+        else:
+            spans.append((offset, offset + size, [size]))
+    return [(target[start:end], sizes) for start, end, sizes in spans]
+
+
+def _typed(meta: bytes) -> KVStoreError:
+    reply = unpack(ErrorReply, meta)
+    return error_from_code(reply.code, reply.message, reply.retry_after_ms)

@@ -1,0 +1,155 @@
+"""What to ask for and where it goes: pages and part ranges become strided runs, and runs become stripes. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvstore.api.wire import Piece, Run, cut
+from kvstore.digests import DIGEST_BYTES, blob_id
+from kvstore.errors import BadRequest, Corrupt
+from kvstore.kvspec import KVSpec, PartRange, SliceLayout
+
+MIN_STRIPE = 1 << 20
+MAX_STRIPE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One run of one blob, and where its segments go in the caller's buffer."""
+
+    blob: bytes
+    layout: SliceLayout
+    run: Run
+    target: int
+    target_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class StripePiece:
+    """One piece of a stripe: its place in the caller's buffer, and which item and slice it is."""
+
+    target: int
+    size: int
+    item: int
+    slice: int
+    whole: bool
+
+
+@dataclass(slots=True)
+class Stripe:
+    """What one connection is asked for at a time."""
+
+    blobs: list[bytes] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    pieces: list[StripePiece] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def sub_range(spec: KVSpec, stored: PartRange, wanted: PartRange) -> tuple[Run, int, int] | None:
+    """The run of a stored part that a wanted range needs, and its target offset and stride in the wanted part.
+
+    None if they have nothing in common. With axis order layer, plane, head, token, dim a head range of one layer and plane
+    is contiguous, so a sub-range is one strided run; all heads make it a single segment.
+    """
+    layers = range(max(stored.layer_lo, wanted.layer_lo), min(stored.layer_hi, wanted.layer_hi))
+    heads = range(max(stored.head_lo, wanted.head_lo), min(stored.head_hi, wanted.head_hi))
+    if stored.component != wanted.component or not layers or not heads:
+        return None
+    planes = spec.components[stored.component].planes
+    head_bytes = spec.layer_bytes(stored) // (stored.head_hi - stored.head_lo) // planes
+    source_row = head_bytes * (stored.head_hi - stored.head_lo)
+    target_row = head_bytes * (wanted.head_hi - wanted.head_lo)
+    length = head_bytes * len(heads)
+    rows = planes * len(layers)
+    source = (layers.start - stored.layer_lo) * planes * source_row + (heads.start - stored.head_lo) * head_bytes
+    target = (layers.start - wanted.layer_lo) * planes * target_row + (heads.start - wanted.head_lo) * head_bytes
+    if source_row == target_row == length:
+        return Run(0, source, length * rows), target, 0
+    return Run(0, source, length, source_row, rows), target, target_row
+
+
+def page_items(spec: KVSpec, stored: tuple[PartRange, ...], blobs: list[bytes], wanted: PartRange, target: int) -> Iterator[Item]:
+    """The items that fill one page's wanted part at `target`. Raises BadRequest if the stored parts do not cover it."""
+    covered = 0
+    for part, blob in zip(stored, blobs, strict=True):
+        found = sub_range(spec, part, wanted)
+        if found is not None:
+            run, offset, stride = found
+            covered += run.length * run.count
+            yield Item(blob, spec.slice_layout(part), run, target + offset, stride)
+    if covered != spec.part_bytes(wanted):
+        raise BadRequest(f"the stored parts hold {covered} of the {spec.part_bytes(wanted)} bytes of {wanted}")
+
+
+class FetchPlan:
+    """Items cut into stripes, and the check that what arrived is what was named."""
+
+    def __init__(self, items: list[Item], connections: int) -> None:
+        self.items = items
+        self.nbytes = sum(i.run.length * i.run.count for i in items)
+        self._tables = [bytearray(DIGEST_BYTES * i.layout.count) for i in items]
+        self._missing = [i.layout.count for i in items]
+        size = min(MAX_STRIPE, max(MIN_STRIPE, self.nbytes // (2 * connections)))
+        self.stripes = list(_stripes(items, size))
+
+    def arrived(self, stripe: Stripe, first: int, digests: list[bytes], claimed: bytes) -> None:
+        """Pieces of a stripe arrived with these digests. Raises Corrupt if they are not what the daemon sent."""
+        for index, digest in enumerate(digests):
+            piece = stripe.pieces[first + index]
+            if digest != claimed[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+                raise Corrupt(f"blob {self.items[piece.item].blob.hex()}, slice {piece.slice}: the bytes that arrived do not verify")
+            if piece.whole:
+                self._tables[piece.item][piece.slice * DIGEST_BYTES : (piece.slice + 1) * DIGEST_BYTES] = digest
+                self._missing[piece.item] -= 1
+
+    def verify(self) -> None:
+        """All stripes are there: every blob that was fetched whole must have the id that it was asked by."""
+        for item, table, missing in zip(self.items, self._tables, self._missing, strict=True):
+            if missing == 0 and blob_id(table) != item.blob:
+                raise Corrupt(f"what arrived for blob {item.blob.hex()} is another blob")
+
+
+def _stripes(items: list[Item], size: int) -> Iterator[Stripe]:
+    stripe = Stripe()
+    for number, item in enumerate(items):
+        for run, pieces in _split(item, number, size):
+            if stripe.nbytes and stripe.nbytes + run.length * run.count > size:
+                yield stripe
+                stripe = Stripe()
+            if not stripe.blobs or stripe.blobs[-1] != item.blob:
+                stripe.blobs.append(item.blob)
+            stripe.runs.append(Run(len(stripe.blobs) - 1, run.offset, run.length, run.stride, run.count))
+            stripe.pieces += pieces
+            stripe.nbytes += run.length * run.count
+    if stripe.nbytes:
+        yield stripe
+
+
+def _split(item: Item, number: int, size: int) -> Iterator[tuple[Run, list[StripePiece]]]:
+    """An item as runs of at most about `size` bytes, cut at slices; a strided run stays as it is."""
+    run = item.run
+    pieces = list(cut(run, item.layout))
+    if run.count > 1:
+        targets = [item.target + segment * item.target_stride for segment in range(run.count)]
+        yield (
+            run,
+            [
+                StripePiece(
+                    targets[(p.offset - run.offset) // run.stride] + (p.offset - run.offset) % run.stride, p.size, number, p.slice, p.whole
+                )
+                for p in pieces
+            ],
+        )
+        return
+    group: list[Piece] = []
+    for piece in pieces:
+        if group and piece.offset + piece.size - group[0].offset > size:
+            yield _whole_run(item, number, group)
+            group = []
+        group.append(piece)
+    yield _whole_run(item, number, group)
+
+
+def _whole_run(item: Item, number: int, group: list[Piece]) -> tuple[Run, list[StripePiece]]:
+    start, end = group[0].offset, group[-1].offset + group[-1].size
+    base = item.target - item.run.offset
+    return Run(0, start, end - start), [StripePiece(base + p.offset, p.size, number, p.slice, p.whole) for p in group]

@@ -1,0 +1,78 @@
+"""The connections of a client: opened when needed, joined into one session, restored with backoff."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from kvstore.errors import ConnectionLost, NotFound
+from kvstore_client.connection import Connection
+
+T = TypeVar("T")
+
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 2.0
+
+
+class Pool:
+    """`size` connections to one endpoint. Callers bound every wait with their own deadline."""
+
+    def __init__(self, endpoint: str, size: int, *, client: str, token: str) -> None:
+        self.endpoint = endpoint
+        self.size = size
+        self.session = b""
+        self.epoch = 0
+        self._client = client
+        self._token = token
+        self._slots: list[Connection | None] = [None] * size
+        self._locks = [asyncio.Lock() for _ in range(size)]
+        self._session_lock = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for connection in self._slots:
+            if connection is not None:
+                await connection.close()
+        self._slots = [None] * self.size
+
+    async def connection(self, slot: int = 0) -> Connection:
+        """The live connection in a slot, opened if need be (one attempt)."""
+        async with self._locks[slot]:
+            connection = self._slots[slot]
+            if connection is not None and connection.lost is None:
+                return connection
+            if connection is not None:
+                self._slots[slot] = None
+                await connection.close()
+            connection = await self._open()
+            self._slots[slot] = connection
+            return connection
+
+    async def _open(self) -> Connection:
+        async with self._session_lock:
+            try:
+                connection = await Connection.open(self.endpoint, session=self.session, client=self._client, token=self._token)
+            except NotFound:
+                self.session = b""  # the daemon was restarted, or all our connections broke: begin anew
+                connection = await Connection.open(self.endpoint, client=self._client, token=self._token)
+            self.session, self.epoch = connection.welcome.session, connection.welcome.epoch
+            return connection
+
+    def least_busy(self) -> int:
+        """The slot whose connection has the fewest requests in flight; open ones are preferred."""
+
+        def load(slot: int) -> tuple[int, int]:
+            connection = self._slots[slot]
+            return (1, slot) if connection is None or connection.lost is not None else (0, connection.in_flight)
+
+        return min(range(self.size), key=load)
+
+    async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an idempotent attempt while the connection is lost, with backoff; the caller's deadline ends it."""
+        backoff = _FIRST_BACKOFF_S
+        while True:
+            try:
+                return await attempt()
+            except ConnectionLost:
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+                backoff = min(2 * backoff, _MAX_BACKOFF_S)

@@ -1,0 +1,1 @@
+"""Simulated worker nodes that replay real request traces."""

@@ -1,0 +1,1 @@
+"""How clients reach the store: the wire format, the data plane and the HTTP control plane."""

@@ -1,0 +1,194 @@
+"""One client connection of the data plane: handshake, the frame loop, and replies.
+
+Quick requests are answered in the loop; those that may wait (fetches, puts, commits, drops) run as tasks of the
+connection, at most `MAX_REQUESTS` at a time. The loop stops reading while there are more: that is the back-pressure.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+
+from kvstore import __version__
+from kvstore.api.requests import QUICK, SLOW, Reply
+from kvstore.api.sessions import DEFAULT_TENANT, Session, Sessions
+from kvstore.api.streaming import receive_slices, stream_fetch
+from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack
+from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
+from kvstore.errors import Cancelled, ConnectionLost, KVStoreError, ProtocolError, VersionMismatch
+from kvstore.store import Store
+
+_log = logging.getLogger("kvstore.connection")
+
+MAX_REQUESTS = 64
+HANDSHAKE_S = 10.0
+FRAME_S = 30.0
+"""How long the rest of a frame may take once its header is there, and a frame to be taken by the client."""
+
+
+class Connection:
+    """Serves one socket until the client leaves or breaks the protocol."""
+
+    def __init__(self, channel: Channel, store: Store, sessions: Sessions, endpoint: str) -> None:
+        self.store = store
+        self.endpoint = endpoint
+        self.channel = channel
+        self.session: Session
+        self._sessions = sessions
+        self._write_lock = asyncio.Lock()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(MAX_REQUESTS)
+
+    async def serve(self) -> None:
+        """Handshake, then frames until the end. Never raises for what a client does."""
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                welcomed = await self._handshake()
+            if welcomed:
+                try:
+                    await self._frames()
+                finally:
+                    self._sessions.leave(self.session)
+        except (ConnectionLost, TimeoutError) as error:
+            _log.debug("connection closed: %s", error)
+        except ProtocolError as error:
+            _log.warning("connection closed: %s", error.message)
+            await self._last_words(error)
+
+    async def _handshake(self) -> bool:
+        first = await self._next_frame()
+        if first is None:
+            return False
+        header, meta, _ = first
+        if header.type is not FrameType.HELLO:
+            raise ProtocolError(f"the first frame is HELLO, not {header.type.name}")
+        hello = unpack(Hello, meta)
+        if PROTOCOL_VERSION not in hello.versions:
+            await self._error(
+                header.request, VersionMismatch(f"this daemon speaks version {PROTOCOL_VERSION}, the client {hello.versions}")
+            )
+            return False
+        try:
+            self.session = self._sessions.join(hello.session, DEFAULT_TENANT, hello.client[:100])
+        except KVStoreError as error:
+            await self._error(header.request, error)
+            return False
+        welcome = Welcome(
+            version=PROTOCOL_VERSION, epoch=self.store.epoch, session=self.session.id,
+            server=f"kvstore {__version__}", endpoint=self.endpoint,
+        )  # fmt: skip
+        try:
+            await self.reply(header.request, FrameType.WELCOME, welcome)
+        except BaseException:
+            self._sessions.leave(self.session)
+            raise
+        return True
+
+    async def _frames(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                try:
+                    while (frame := await self._next_frame()) is not None:
+                        await self._dispatch(group, *frame)
+                finally:
+                    for task in self._running.values():
+                        task.cancel()
+        except* (ConnectionLost, TimeoutError) as lost:
+            raise ConnectionLost(str(lost.exceptions[0])) from None
+        except* ProtocolError as broken:
+            raise broken.exceptions[0] from None
+
+    async def _next_frame(self) -> tuple[Header, bytes, bytes] | None:
+        found = await self.channel.read_header()
+        if found is None:
+            return None
+        header, raw = found
+        async with asyncio.timeout(FRAME_S):
+            meta, payload = await self.channel.read_body(header, raw)
+            if header.type is FrameType.SLICES:
+                error = await receive_slices(self, header, meta)
+                if error is not None:
+                    await self._error(header.request, error)
+        return header, meta, payload
+
+    async def _dispatch(self, group: asyncio.TaskGroup, header: Header, meta: bytes, payload: bytes) -> None:
+        kind = header.type
+        if kind is FrameType.SLICES:
+            return
+        if kind is FrameType.CANCEL:
+            task = self._running.get(unpack(Cancel, meta).target)
+            if task is not None:
+                task.cancel()
+        elif kind in QUICK:
+            message_type, quick = QUICK[kind]
+            try:
+                await self._send_reply(header.request, quick(self, unpack(message_type, meta), payload))
+            except KVStoreError as error:
+                self._fatal_if_protocol(error)
+                await self._error(header.request, error)
+        elif kind is FrameType.FETCH:
+            await self._start(group, header, stream_fetch(self, header.request, meta, payload))
+        elif kind in SLOW:
+            message_type, slow = SLOW[kind]
+            await self._start(group, header, self._slow(header.request, slow(self, unpack(message_type, meta), payload)))
+        else:
+            raise ProtocolError(f"a {kind.name} frame from a client")
+
+    async def _slow(self, request: int, answer: Coroutine[None, None, Reply]) -> None:
+        await self._send_reply(request, await answer)
+
+    async def _start(self, group: asyncio.TaskGroup, header: Header, work: Coroutine[None, None, None]) -> None:
+        if header.request in self._running:
+            work.close()
+            raise ProtocolError(f"request {header.request} is still under way")
+        await self._slots.acquire()
+        self._running[header.request] = group.create_task(self._guarded(header, work), name=f"kvstore-{header.type.name}")
+
+    async def _guarded(self, header: Header, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            await self._error(header.request, Cancelled("the request was cancelled"))
+        except KVStoreError as error:
+            self._fatal_if_protocol(error)
+            await self._error(header.request, error)
+        except Exception:  # noqa: BLE001 - a bug in one request must not end the others
+            _log.exception("request %d (%s) of session %s failed", header.request, header.type.name, self.session.client)
+            await self._error(header.request, KVStoreError("the daemon failed at this request; its log says how"))
+        finally:
+            self._running.pop(header.request, None)
+            self._slots.release()
+
+    @staticmethod
+    def _fatal_if_protocol(error: KVStoreError) -> None:
+        if isinstance(error, ConnectionLost | ProtocolError):
+            raise error
+
+    # --- writing -------------------------------------------------------------------------------------------------------
+
+    async def reply(self, request: int, frame_type: FrameType, message: Message, payload: bytes = b"") -> None:
+        """Send one control frame."""
+        buffers = encode(frame_type, request, pack(message), payload)
+        async with self._write_lock, asyncio.timeout(FRAME_S):
+            await self.channel.send(buffers)
+
+    async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
+        """Send one DATA frame. Returns the digests computed on the way."""
+        async with self._write_lock, asyncio.timeout(FRAME_S):
+            return await self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised)
+
+    async def _send_reply(self, request: int, reply: Reply) -> None:
+        await self.reply(request, reply.type, reply.message, reply.payload)
+
+    async def _error(self, request: int, error: KVStoreError) -> None:
+        message = ErrorReply(code=error.code, message=error.message, retry_after_ms=error.retry_after_ms)
+        await self.reply(request, FrameType.ERROR, message)
+
+    async def _last_words(self, error: ProtocolError) -> None:
+        try:
+            async with asyncio.timeout(1):
+                await self._error(0, error)
+        except (ConnectionLost, TimeoutError):
+            _log.debug("the client did not wait to hear why it was cut off")

@@ -1,0 +1,46 @@
+"""Between the store's values and the wire's messages."""
+
+from kvstore.api.wire.messages import NamespaceInfo, PartRangeList, PartRunMeta
+from kvstore.digests import KEY_BYTES
+from kvstore.errors import BadRequest
+from kvstore.kvspec import PartRange
+from kvstore.radix.tree import Extras
+from kvstore.store import PartTable, Space
+
+
+def namespace_info(space: Space) -> NamespaceInfo:
+    """What a namespace is, and what it holds."""
+    settings = space.settings
+    return NamespaceInfo(
+        id=space.id, name=settings.name, fingerprint=settings.fingerprint, spec=space.spec.to_dict(), recipes=settings.recipes,
+        retention_s=settings.retention_s, pages=space.tree.page_count, blobs=space.blobs.count, dram_bytes=space.resident_bytes,
+    )  # fmt: skip
+
+
+def split_tokens(payload: bytes, extra_pages: list[int]) -> tuple[bytes, Extras]:
+    """Tokens and extra digests from a payload that holds both."""
+    tail = len(extra_pages) * KEY_BYTES
+    if tail > len(payload):
+        raise BadRequest(f"{len(extra_pages)} pages with extra keys need {tail} bytes of payload, there are {len(payload)}")
+    if not extra_pages:
+        return payload, {}
+    start = len(payload) - tail
+    if min(extra_pages) < 0 or len(set(extra_pages)) != len(extra_pages):
+        raise BadRequest("extra_pages are distinct page indices from 0 on")
+    return payload[:start], {page: payload[start + i * KEY_BYTES : start + (i + 1) * KEY_BYTES] for i, page in enumerate(extra_pages)}
+
+
+def part_ranges(parts: PartRangeList) -> tuple[PartRange, ...]:
+    """Part ranges as the store takes them."""
+    return tuple(PartRange(*part) for part in parts)
+
+
+def part_runs(table: PartTable) -> list[PartRunMeta]:
+    """A part table's runs as messages."""
+    return [
+        PartRunMeta(
+            first_page=run.first_page, pages=run.pages,
+            parts=[(r.component, r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in run.ranges],
+        )
+        for run in table.runs
+    ]  # fmt: skip

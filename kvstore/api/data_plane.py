@@ -1,0 +1,110 @@
+"""Listeners of the data plane: TCP and Unix sockets, and the connections they accept."""
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvstore.api.connection import Connection
+from kvstore.api.sessions import Sessions
+from kvstore.api.wire import Channel
+from kvstore.errors import KVStoreError
+from kvstore.store import Store
+
+_log = logging.getLogger("kvstore.data_plane")
+
+_BACKLOG = 512
+
+
+class DataPlane:
+    """Accepts connections until closed. `max_connections` bounds them; one more is closed at once."""
+
+    def __init__(self, store: Store, *, max_connections: int = 1024) -> None:
+        self.sessions = Sessions(store)
+        self._store = store
+        self._max_connections = max_connections
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @property
+    def connection_count(self) -> int:
+        """Open connections."""
+        return len(self._connections)
+
+    @asynccontextmanager
+    async def listen(self, sockets: list[tuple[socket.socket, str]]) -> AsyncIterator[None]:
+        """Serve the given listening sockets, each with the endpoint that clients know it by. At the end all are closed."""
+        acceptors = [asyncio.create_task(self._accept(s, endpoint), name=f"kvstore-accept {endpoint}") for s, endpoint in sockets]
+        try:
+            yield
+        finally:
+            for task in (*acceptors, *self._connections):
+                task.cancel()
+            await asyncio.gather(*acceptors, *self._connections, return_exceptions=True)
+            for listener, _ in sockets:
+                listener.close()
+
+    async def _accept(self, listener: socket.socket, endpoint: str) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                _log.error("can't accept connections on %s: %s", endpoint, error)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._connections) >= self._max_connections:
+                _log.warning("more than %d connections: one is refused", self._max_connections)
+                sock.close()
+                continue
+            task = asyncio.create_task(self._serve(sock, endpoint), name=f"kvstore-connection {endpoint}")
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket, endpoint: str) -> None:
+        channel = Channel(sock)
+        try:
+            await Connection(channel, self._store, self.sessions, endpoint).serve()
+        except Exception:  # noqa: BLE001 - a bug in one connection must not end the others
+            _log.exception("a connection failed in a way it should not")
+        finally:
+            channel.close()
+
+
+def bind_tcp(host: str, port: int) -> tuple[socket.socket, str]:
+    """A listening TCP socket and its endpoint, `host:port` (port 0 takes a free one)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise KVStoreError(f"can't listen on {host}:{port}: {error.strerror}; choose another address or port") from error
+    name = f"[{host}]" if ":" in host else host
+    return listener, f"{name}:{listener.getsockname()[1]}"
+
+
+def bind_unix(path: Path) -> tuple[socket.socket, str]:
+    """A listening Unix socket, for this user only, and its endpoint, `unix:PATH`. A dead daemon's socket is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+            path.unlink()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mask = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise KVStoreError(f"can't listen on {path}: {error}; choose another --unix-socket") from error
+    return listener, f"unix:{path}"

@@ -1,0 +1,158 @@
+"""What the daemon answers to each control request of the data plane. No sockets here: a request in, a reply out."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvstore.api.convert import namespace_info, part_ranges, part_runs, split_tokens
+from kvstore.api.sessions import Session
+from kvstore.api.wire.frames import FrameType
+from kvstore.api.wire.messages import (
+    Commit,
+    Committed,
+    CreateNamespace,
+    Empty,
+    Leased,
+    LeaseRequest,
+    Matched,
+    MatchRequest,
+    Message,
+    NamespaceList,
+    NamespaceName,
+    PutHandle,
+    PutReady,
+    PutStart,
+)
+from kvstore.errors import BadRequest
+from kvstore.kvspec import KVSpec
+from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
+
+MAX_COMMIT_WAIT_MS = 60_000
+
+
+class Context(Protocol):
+    """Who asks, and whom."""
+
+    store: Store
+    session: Session
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply frame to be."""
+
+    type: FrameType
+    message: Message
+    payload: bytes = b""
+
+
+_OK = Reply(FrameType.OK, Empty())
+
+
+def _space(context: Context, name: str) -> Space:
+    return context.store.space(context.session.tenant, name)
+
+
+def _ping(context: Context, message: Empty, payload: bytes) -> Reply:
+    return _OK
+
+
+def _get_namespace(context: Context, message: NamespaceName, payload: bytes) -> Reply:
+    return Reply(FrameType.NAMESPACE, namespace_info(_space(context, message.namespace)))
+
+
+def _list_namespaces(context: Context, message: Empty, payload: bytes) -> Reply:
+    spaces = context.store.namespaces(context.session.tenant)
+    return Reply(FrameType.NAMESPACES, NamespaceList(items=[namespace_info(s) for s in spaces]))
+
+
+def _match(context: Context, message: MatchRequest, payload: bytes) -> Reply:
+    store, space = context.store, _space(context, message.namespace)
+    tokens, extras = split_tokens(payload, message.extra_pages)
+    match = store.match(space, tokens, extras, owner=context.session.owner, lease_s=message.lease_ms / 1000, parts=message.parts)
+    return Reply(
+        FrameType.MATCHED,
+        Matched(
+            pages=match.pages, tokens=match.tokens, dram_pages=match.dram_pages, epoch=store.epoch, endpoint=context.endpoint,
+            lease=match.lease.id if match.lease else 0, lease_ms=message.lease_ms if match.lease else 0,
+            runs=part_runs(match.parts) if match.parts else [],
+        ),
+        match.parts.ids if match.parts else b"",
+    )  # fmt: skip
+
+
+def _renew(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
+    lease = context.store.renew_lease(context.session.owner, message.lease, message.lease_ms / 1000)
+    return Reply(FrameType.LEASED, Leased(lease=lease.id, lease_ms=message.lease_ms))
+
+
+def _release(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
+    context.store.release_lease(context.session.owner, message.lease)
+    return _OK
+
+
+def _abort(context: Context, message: PutHandle, payload: bytes) -> Reply:
+    context.store.abort_put(context.store.get_put(context.session.owner, message.handle))
+    return _OK
+
+
+async def _create_namespace(context: Context, message: CreateNamespace, payload: bytes) -> Reply:
+    settings = NamespaceSettings(
+        tenant=context.session.tenant, name=message.name, fingerprint=message.fingerprint,
+        spec=KVSpec.from_dict(message.spec), recipes=message.recipes, retention_s=message.retention_s,
+    )  # fmt: skip
+    return Reply(FrameType.NAMESPACE, namespace_info(await context.store.create_namespace(settings)))
+
+
+async def _drop_namespace(context: Context, message: NamespaceName, payload: bytes) -> Reply:
+    await context.store.drop_namespace(_space(context, message.namespace))
+    return _OK
+
+
+async def _put(context: Context, message: PutStart, payload: bytes) -> Reply:
+    tokens, extras = split_tokens(payload, message.extra_pages)
+    try:
+        ack = Ack(message.ack)
+    except ValueError:
+        raise BadRequest(f"ack is {message.ack!r}, not memory or durable") from None
+    request = PutRequest(message.put_id, tokens, extras, message.first_page, part_ranges(message.parts), ack)
+    put = await context.store.begin_put(context.session.owner, _space(context, message.namespace), request)
+    ready = PutReady(handle=put.handle, first_needed=put.first_needed, total_pages=put.total_pages)
+    return Reply(FrameType.PUT_READY, ready)
+
+
+async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
+    put = context.store.get_put(context.session.owner, message.handle)
+    if message.wait_ms > 0:
+        try:
+            async with asyncio.timeout(min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000):
+                await put.settled.wait()
+        except TimeoutError:
+            pass  # commit() says which slices are missing
+    result = await context.store.commit_put(put)
+    return Reply(FrameType.COMMITTED, Committed(new_pages=result.new_pages, existing_pages=result.existing_pages))
+
+
+Quick = Callable[[Context, Any, bytes], Reply]
+Slow = Callable[[Context, Any, bytes], Coroutine[None, None, Reply]]
+
+QUICK: dict[FrameType, tuple[type[Message], Quick]] = {
+    FrameType.PING: (Empty, _ping),
+    FrameType.NAMESPACE_GET: (NamespaceName, _get_namespace),
+    FrameType.NAMESPACE_LIST: (Empty, _list_namespaces),
+    FrameType.MATCH: (MatchRequest, _match),
+    FrameType.LEASE_RENEW: (LeaseRequest, _renew),
+    FrameType.LEASE_RELEASE: (LeaseRequest, _release),
+    FrameType.ABORT: (PutHandle, _abort),
+}
+"""Answered at once, in the order in which they came."""
+
+SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
+    FrameType.NAMESPACE_CREATE: (CreateNamespace, _create_namespace),
+    FrameType.NAMESPACE_DROP: (NamespaceName, _drop_namespace),
+    FrameType.PUT: (PutStart, _put),
+    FrameType.COMMIT: (Commit, _commit),
+}
+"""Answered by a task each, in any order."""

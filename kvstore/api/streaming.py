@@ -1,0 +1,183 @@
+"""The bulk side of the data plane: slices coming in for a put, and pieces going out for a fetch."""
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, NoReturn
+
+from kvstore.api.wire import (
+    DATA_META,
+    MAX_BULK_PAYLOAD,
+    MAX_PIECES,
+    SLICES_META,
+    FrameType,
+    Header,
+    Run,
+    check_run,
+    cut,
+    unpack,
+    unpack_runs,
+)
+from kvstore.api.wire.messages import Fetched, FetchRequest
+from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
+from kvstore.errors import BadRequest, Corrupt, KVStoreError, ProtocolError
+from kvstore.store import Held, Space
+
+if TYPE_CHECKING:
+    from kvstore.api.connection import Connection
+
+_AHEAD = 4
+"""Blobs of a fetch that are brought up from SSD while earlier ones are sent."""
+
+
+async def receive_slices(connection: "Connection", header: Header, meta: bytes) -> KVStoreError | None:
+    """Read a SLICES frame straight into its put's slots. A put that can't take them is told at its commit, too.
+
+    The payload is read in any case, so that the connection goes on. Returns the error to report.
+    """
+    if len(meta) != SLICES_META.size:
+        raise ProtocolError(f"a SLICES meta of {len(meta)} bytes, not {SLICES_META.size}")
+    handle, page, part, first_slice = SLICES_META.unpack(meta)
+    put = None
+    try:
+        put = connection.store.get_put(connection.session.owner, handle)
+        view, sizes = put.locate(page, part, first_slice, header.payload_bytes, header.pieces)
+    except KVStoreError as error:
+        if put is not None:
+            put.fail(error)
+        await connection.channel.skip(header.payload_bytes + header.trailer_bytes)
+        return error
+    try:
+        digests, claimed = await connection.channel.read_pieces(header, [(view, sizes)])
+    except BaseException:
+        put.release_writer()
+        raise
+    try:
+        put.received(page, part, first_slice, digests, claimed)
+    except KVStoreError as error:
+        put.fail(error)
+        return error
+    return None
+
+
+async def stream_fetch(connection: "Connection", request: int, meta: bytes, payload: bytes) -> None:
+    """Answer a FETCH: all pieces of all runs in order, as DATA frames, then FETCHED."""
+    store, message = connection.store, unpack(FetchRequest, meta)
+    space = store.space(connection.session.tenant, message.namespace)
+    ids_end = message.blobs * DIGEST_BYTES
+    if not message.blobs > 0 or ids_end > len(payload):
+        raise BadRequest(f"a fetch of {message.blobs} blobs with a payload of {len(payload)} bytes")
+    runs = unpack_runs(memoryview(payload)[ids_end:])
+    rows = [store.find_blob(space, payload[i : i + DIGEST_BYTES]) for i in range(0, ids_end, DIGEST_BYTES)]
+    for run in runs:
+        if run.blob >= len(rows):
+            raise BadRequest(f"a run names blob {run.blob} of {len(rows)}")
+        check_run(run, space.blobs.layout_of(rows[run.blob]))
+    sender = _Sender(connection, request, space)
+    ahead = _ReadAhead(connection, space, [rows[run.blob] for run in runs])
+    try:
+        for run in runs:
+            await sender.send_run(run, await ahead.next())
+        await sender.flush()
+    finally:
+        sender.release()
+        await ahead.close()
+    store.stats.fetches += 1
+    store.stats.fetch_bytes += sender.payload_bytes
+    await connection.reply(request, FrameType.FETCHED, Fetched(pieces=sender.pieces_sent, payload_bytes=sender.payload_bytes))
+
+
+class _ReadAhead:
+    """Holds the blobs of a fetch in order, bringing the next few up from SSD while earlier ones are sent."""
+
+    def __init__(self, connection: "Connection", space: Space, rows: list[int]) -> None:
+        self._store = connection.store
+        self._space = space
+        self._rows = iter(rows)
+        self._started: deque[Held | asyncio.Task[Held]] = deque()
+
+    async def next(self) -> Held:
+        """The next blob, held for the caller."""
+        while len(self._started) < _AHEAD and (row := next(self._rows, None)) is not None:
+            held = self._store.hold_resident(self._space, row)
+            self._started.append(held or asyncio.create_task(self._store.hold(self._space, row)))
+        first = self._started[0]
+        held = first if isinstance(first, Held) else await first
+        self._started.popleft()
+        return held
+
+    async def close(self) -> None:
+        """Let go of what was started and not used."""
+        tasks = [item for item in self._started if isinstance(item, asyncio.Task)]
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        for held in (*done, *self._started):
+            if isinstance(held, Held):
+                held.release()
+        self._started.clear()
+
+
+class _Sender:
+    """Gathers pieces into DATA frames. Every slice is verified on the way: whole ones as they are sent, others before."""
+
+    def __init__(self, connection: "Connection", request: int, space: Space) -> None:
+        self.pieces_sent = 0
+        self.payload_bytes = 0
+        self._connection = connection
+        self._request = request
+        self._space = space
+        self._pieces: list[memoryview] = []
+        self._promised: list[bytes | None] = []
+        self._owners: list[int] = []
+        self._bytes = 0
+        self._held: list[Held] = []
+
+    async def send_run(self, run: Run, held: Held) -> None:
+        """Send a run of the blob that is held; takes over the hold."""
+        self._held.append(held)
+        layout, stored = self._space.blobs.layout_of(held.row), held.view
+        table = stored[layout.payload_bytes :]
+        if blob_id(table) != self._space.blobs.id_of(held.row):
+            self._corrupt(held.row)
+        verified = -1
+        for piece in cut(run, layout):
+            promise = bytes(table[piece.slice * DIGEST_BYTES : (piece.slice + 1) * DIGEST_BYTES])
+            if not piece.whole and piece.slice != verified:
+                whole = stored[layout.offsets[piece.slice] : layout.offsets[piece.slice + 1]]
+                if slice_digest(whole) != promise:
+                    self._corrupt(held.row)
+                verified = piece.slice
+            if self._bytes + piece.size > MAX_BULK_PAYLOAD or len(self._pieces) >= MAX_PIECES:
+                await self.flush(keep=held)
+            self._pieces.append(stored[piece.offset : piece.offset + piece.size])
+            self._promised.append(promise if piece.whole else None)
+            self._owners.append(held.row)
+            self._bytes += piece.size
+
+    async def flush(self, keep: Held | None = None) -> None:
+        """Send what is gathered, and let go of the blobs it came from, except one that is still being sent."""
+        if self._pieces:
+            meta = DATA_META.pack(self.pieces_sent)
+            digests = await self._connection.send_pieces(self._request, meta, self._pieces, self._promised)
+            for digest, promise, row in zip(digests, self._promised, self._owners, strict=True):
+                if promise is not None and digest != promise:
+                    self._corrupt(row)
+            self.pieces_sent += len(self._pieces)
+            self.payload_bytes += self._bytes
+            self._pieces, self._promised, self._owners, self._bytes = [], [], [], 0
+        if keep is not None:
+            self._held.remove(keep)
+        self.release()
+        if keep is not None:
+            self._held.append(keep)
+
+    def release(self) -> None:
+        """Let go of all blobs."""
+        for held in self._held:
+            held.release()
+        self._held.clear()
+
+    def _corrupt(self, row: int) -> NoReturn:
+        name = self._space.blobs.id_of(row).hex()
+        self._connection.store.discard_bad_copy(self._space, row)
+        raise Corrupt(f"blob {name} did not verify in DRAM; that copy was dropped")

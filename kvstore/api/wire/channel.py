@@ -1,0 +1,165 @@
+"""One connection's socket: exact reads, straight into their destination, and gathered writes. No protocol logic.
+
+Works on a non-blocking TCP or Unix socket under any asyncio event loop. Reads are for one task; writes are serialised by
+the caller, frame by frame.
+"""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+from kvstore.api.wire.frames import HEADER_BYTES, FrameType, Header, decode_header, encode_bulk
+from kvstore.api.wire.pieces import CHUNK, PieceHasher
+from kvstore.digests import DIGEST_BYTES
+from kvstore.errors import ConnectionLost
+
+_BUFFER = 16 << 10
+_DIRECT = 4 << 10
+"""Reads of at least so many bytes go straight to their destination."""
+_GATHER = 64
+
+
+class Channel:
+    """Frames over a socket. Raises ConnectionLost when the peer is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._start = self._end = 0
+
+    def close(self) -> None:
+        """Close the socket; a read or write under way fails."""
+        self.sock.close()
+
+    # --- reading -------------------------------------------------------------------------------------------------------
+
+    async def read_header(self) -> tuple[Header, bytes] | None:
+        """The next header and its raw bytes; None if the peer closed between two frames. Raises ProtocolError."""
+        if self._start == self._end and not await self._fill(or_end=True):
+            return None
+        raw = await self.read(HEADER_BYTES)
+        return decode_header(raw), raw
+
+    async def read_body(self, header: Header, raw: bytes) -> tuple[bytes, bytes]:
+        """Meta and, in a control frame, payload; verified. A bulk frame's payload is left to `read_pieces`."""
+        meta = await self.read(header.meta_bytes)
+        payload = b"" if header.bulk or not header.payload_bytes else await self.read(header.payload_bytes)
+        header.verify(raw, meta, payload)
+        return meta, payload
+
+    async def read(self, count: int) -> bytes:
+        """Exactly `count` bytes."""
+        if self._end - self._start >= count:
+            self._start += count
+            return bytes(self._buffer[self._start - count : self._start])
+        target = bytearray(count)
+        await self.read_into(memoryview(target))
+        return bytes(target)
+
+    async def read_into(self, target: memoryview, hasher: PieceHasher | None = None) -> None:
+        """Fill `target`; the hasher is told of progress."""
+        filled, size = 0, len(target)
+        while filled < size:
+            buffered = self._end - self._start
+            if buffered:
+                count = min(buffered, size - filled)
+                target[filled : filled + count] = self._buffer[self._start : self._start + count]
+                self._start += count
+                filled += count
+            elif size - filled >= _DIRECT:
+                count = await self._receive(target[filled:])
+                filled += count
+            else:
+                await self._fill()
+                continue
+            if hasher is not None:
+                hasher.advance(filled)
+
+    async def read_pieces(self, header: Header, spans: Sequence[tuple[memoryview, Sequence[int]]]) -> tuple[list[bytes], bytes]:
+        """A bulk payload into its destinations, each a buffer and the sizes of the pieces in it.
+
+        Returns the digests of what arrived, and the ones that were sent, concatenated.
+        """
+        digests: list[bytes] = []
+        for view, sizes in spans:
+            hasher = PieceHasher(view, list(sizes))
+            await self.read_into(view, hasher)
+            digests += hasher.digests
+        return digests, await self.read(header.trailer_bytes)
+
+    async def skip(self, count: int) -> None:
+        """Read and drop bytes."""
+        scratch = memoryview(bytearray(min(count, CHUNK)))
+        while count:
+            piece = scratch[: min(count, len(scratch))]
+            await self.read_into(piece)
+            count -= len(piece)
+
+    async def _fill(self, *, or_end: bool = False) -> bool:
+        self._start = self._end = 0
+        self._end = await self._receive(self._buffer, or_end=or_end)
+        return self._end > 0
+
+    async def _receive(self, target: memoryview, *, or_end: bool = False) -> int:
+        try:
+            count = await self._loop.sock_recv_into(self.sock, target)
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke: {error}") from error
+        if count == 0 and not or_end:
+            raise ConnectionLost("the peer closed the connection in the middle of a frame")
+        return count
+
+    # --- writing -------------------------------------------------------------------------------------------------------
+
+    async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """Send buffers in order, gathered."""
+        views = [memoryview(b) for b in buffers if len(b)]
+        for first in range(0, len(views), _GATHER):
+            await self._send_some(views[first : first + _GATHER])
+
+    async def _send_some(self, views: list[memoryview]) -> None:
+        try:
+            try:
+                sent = self.sock.sendmsg(views)
+            except BlockingIOError:
+                sent = 0
+            for view in views:
+                if sent >= len(view):
+                    sent -= len(view)
+                    continue
+                await self._loop.sock_sendall(self.sock, view[sent:])
+                sent = 0
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke: {error}") from error
+
+    async def send_pieces(
+        self, frame_type: FrameType, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]
+    ) -> list[bytes]:
+        """A bulk frame: pieces, hashed as they go out, then one digest each. Returns the digests computed.
+
+        `promised` holds the digest to send for a piece where one is on record; otherwise the computed one is sent.
+        """
+        total = sum(len(p) for p in pieces)
+        pending: list[bytes | memoryview] = [encode_bulk(frame_type, request, meta, total, len(pieces))]
+        waiting = 0
+        digests: list[bytes] = []
+        for piece in pieces:
+            hasher = PieceHasher(piece, [len(piece)])
+            for start in range(0, len(piece), CHUNK):
+                end = min(start + CHUNK, len(piece))
+                hasher.advance(end)
+                pending.append(piece[start:end])
+                waiting += end - start
+                if waiting >= CHUNK:
+                    await self.send(pending)
+                    pending, waiting = [], 0
+            digests += hasher.digests
+        trailer = b"".join(kept or computed for kept, computed in zip(promised, digests, strict=True))
+        assert len(trailer) == len(pieces) * DIGEST_BYTES
+        pending.append(trailer)
+        await self.send(pending)
+        return digests

@@ -1,0 +1,131 @@
+"""Frames of the data plane: encoding and checking, without any I/O. See docs/protocol.md.
+
+A frame is a fixed 32-byte header, a meta part (MessagePack, or a fixed struct in bulk frames), a payload, and in bulk
+frames a trailer of slice digests. Every length is bounded before anything is read by it.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from xxhash import xxh3_64_intdigest
+
+from kvstore.digests import DIGEST_BYTES
+from kvstore.errors import ProtocolError
+
+MAGIC = b"kV"
+PROTOCOL_VERSION = 1
+HEADER_BYTES = 32
+MAX_META = 1 << 20
+MAX_CONTROL_PAYLOAD = 16 << 20
+MAX_BULK_PAYLOAD = 1 << 20
+MAX_PIECES = 4096
+
+_HEADER = struct.Struct("<2sBBIQIIQ")
+_CHECKED = 24
+"""The header bytes that its check covers: all but the check itself."""
+
+
+class FrameType(IntEnum):
+    """Requests are below 64, replies from 64 on."""
+
+    HELLO = 1
+    PING = 2
+    CANCEL = 3
+    NAMESPACE_CREATE = 8
+    NAMESPACE_GET = 9
+    NAMESPACE_LIST = 10
+    NAMESPACE_DROP = 11
+    MATCH = 16
+    LEASE_RENEW = 17
+    LEASE_RELEASE = 18
+    FETCH = 24
+    PUT = 32
+    SLICES = 33
+    COMMIT = 34
+    ABORT = 35
+
+    WELCOME = 64
+    OK = 65
+    ERROR = 66
+    NAMESPACE = 72
+    NAMESPACES = 73
+    MATCHED = 80
+    LEASED = 81
+    DATA = 88
+    FETCHED = 89
+    PUT_READY = 96
+    COMMITTED = 97
+
+
+BULK = frozenset({FrameType.SLICES, FrameType.DATA})
+"""Frames whose payload is slices: its digests follow it, and the header's check leaves it out."""
+
+SLICES_META = struct.Struct("<QIHH")
+"""SLICES: put handle, page, part, first slice."""
+DATA_META = struct.Struct("<Q")
+"""DATA: index of the first piece in the fetch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A frame header. `pieces` counts the slices (or pieces of slices) in a bulk frame's payload, else it is 0."""
+
+    type: FrameType
+    pieces: int
+    request: int
+    meta_bytes: int
+    payload_bytes: int
+    check: int
+
+    @property
+    def bulk(self) -> bool:
+        """Whether the payload is slices."""
+        return self.type in BULK
+
+    @property
+    def trailer_bytes(self) -> int:
+        """Bytes of digests after the payload."""
+        return self.pieces * DIGEST_BYTES
+
+    def verify(self, raw: bytes | bytearray | memoryview, meta: bytes, payload: bytes) -> None:
+        """Raise ProtocolError unless header, meta and control payload are as they were sent."""
+        if xxh3_64_intdigest(bytes(raw[:_CHECKED]) + meta + payload) != self.check:
+            raise ProtocolError(f"a {self.type.name} frame does not match its check: the bytes were changed on the way")
+
+
+def decode_header(raw: bytes | bytearray | memoryview) -> Header:
+    """Read a header (32 bytes) and check every bound. Raises ProtocolError."""
+    magic, version, kind, pieces, request, meta_bytes, payload_bytes, check = _HEADER.unpack_from(raw)
+    if magic != MAGIC:
+        raise ProtocolError(f"not a kvstore frame: it begins with {bytes(raw[:4]).hex()}")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"frame of protocol version {version}, this side speaks {PROTOCOL_VERSION}")
+    try:
+        frame_type = FrameType(kind)
+    except ValueError:
+        raise ProtocolError(f"unknown frame type {kind}") from None
+    bulk = frame_type in BULK
+    limit = MAX_BULK_PAYLOAD if bulk else MAX_CONTROL_PAYLOAD
+    if meta_bytes > MAX_META or payload_bytes > limit:
+        raise ProtocolError(f"a {frame_type.name} frame of {meta_bytes} + {payload_bytes} bytes: the limits are {MAX_META} + {limit}")
+    if pieces > MAX_PIECES or bool(pieces) != bulk or (bulk and pieces > payload_bytes):
+        raise ProtocolError(f"a {frame_type.name} frame with {pieces} pieces and {payload_bytes} bytes of payload")
+    return Header(frame_type, pieces, request, meta_bytes, payload_bytes, check)
+
+
+def encode(frame_type: FrameType, request: int, meta: bytes, payload: bytes | bytearray | memoryview = b"") -> list[bytes | memoryview]:
+    """A control frame as buffers to send in order. Raises ProtocolError if it would be over the limits."""
+    size = len(payload)
+    if len(meta) > MAX_META or size > MAX_CONTROL_PAYLOAD:
+        raise ProtocolError(f"a {frame_type.name} frame of {len(meta)} + {size} bytes: the limits are {MAX_META} + {MAX_CONTROL_PAYLOAD}")
+    body = bytes(payload)
+    head = _HEADER.pack(MAGIC, PROTOCOL_VERSION, frame_type, 0, request, len(meta), size, 0)[:_CHECKED]
+    check = xxh3_64_intdigest(head + meta + body)
+    return [head + check.to_bytes(8, "little") + meta, body] if size else [head + check.to_bytes(8, "little") + meta]
+
+
+def encode_bulk(frame_type: FrameType, request: int, meta: bytes, payload_bytes: int, pieces: int) -> bytes:
+    """Header and meta of a bulk frame; payload and digests are sent after it."""
+    head = _HEADER.pack(MAGIC, PROTOCOL_VERSION, frame_type, pieces, request, len(meta), payload_bytes, 0)[:_CHECKED]
+    return head + xxh3_64_intdigest(head + meta).to_bytes(8, "little") + meta

@@ -1,0 +1,208 @@
+"""The meta parts of control frames: typed, checked when they are decoded. MessagePack maps with string keys."""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+
+
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Base of all metas. Unknown fields are ignored, so that fields can be added."""
+
+
+class Empty(Message):
+    """A frame that says it all by its type."""
+
+
+class Hello(Message):
+    """First frame of a client. `session` joins an earlier connection's session (16 bytes), empty for a new one."""
+
+    versions: list[int]
+    client: str = ""
+    token: str = ""
+    session: bytes = b""
+
+
+class Welcome(Message):
+    """The daemon's answer. `epoch` changes with every start of the daemon: leases do not outlive it."""
+
+    version: int
+    epoch: int
+    session: bytes
+    server: str
+    endpoint: str
+
+
+class ErrorReply(Message):
+    """A typed error; it ends the request."""
+
+    code: str
+    message: str
+    retry_after_ms: int | None = None
+
+
+class Cancel(Message):
+    """Stop the request of this number on this connection."""
+
+    target: int
+
+
+class CreateNamespace(Message):
+    """Open or create. `spec` as in KVSpec.to_dict."""
+
+    name: str
+    fingerprint: str
+    spec: dict[str, Any]
+    recipes: bool = False
+    retention_s: int = 86_400
+
+
+class NamespaceName(Message):
+    """A namespace by id or name."""
+
+    namespace: str
+
+
+class NamespaceInfo(Message):
+    """A namespace and what it holds."""
+
+    id: str
+    name: str
+    fingerprint: str
+    spec: dict[str, Any]
+    recipes: bool
+    retention_s: int
+    pages: int
+    blobs: int
+    dram_bytes: int
+
+
+class NamespaceList(Message):
+    """A tenant's namespaces."""
+
+    items: list[NamespaceInfo]
+
+
+class MatchRequest(Message):
+    """Payload: the tokens (uint32 little-endian), then 32 bytes of extra digest for each of `extra_pages`."""
+
+    namespace: str
+    lease_ms: int = 0
+    parts: bool = False
+    extra_pages: list[int] = []
+
+
+PartRangeList = list[tuple[int, int, int, int, int]]
+"""component, layer_lo, layer_hi, head_lo, head_hi for each part of a page."""
+
+
+class PartRunMeta(Message):
+    """Consecutive pages whose parts have one geometry."""
+
+    first_page: int
+    pages: int
+    parts: PartRangeList
+
+
+class Matched(Message):
+    """Payload: if parts were asked for, 16 bytes of blob id for each part of each page, in order."""
+
+    pages: int
+    tokens: int
+    epoch: int
+    endpoint: str
+    dram_pages: int = -1
+    lease: int = 0
+    lease_ms: int = 0
+    runs: list[PartRunMeta] = []
+
+
+class LeaseRequest(Message):
+    """Renew (with `lease_ms`) or release a lease."""
+
+    lease: int
+    lease_ms: int = 0
+
+
+class Leased(Message):
+    """A lease and how long it lasts from now."""
+
+    lease: int
+    lease_ms: int
+
+
+class FetchRequest(Message):
+    """Payload: `blobs` ids of 16 bytes, then runs of 32 bytes (see runs.py)."""
+
+    namespace: str
+    blobs: int
+
+
+class Fetched(Message):
+    """All pieces were sent."""
+
+    pieces: int
+    payload_bytes: int
+
+
+class PutStart(Message):
+    """Payload as in MatchRequest; the tokens are the whole prefix, and pages from `first_page` on are put."""
+
+    namespace: str
+    put_id: bytes
+    first_page: int
+    parts: PartRangeList
+    ack: str = "memory"
+    extra_pages: list[int] = []
+
+
+class PutReady(Message):
+    """Send the slices of the pages [first_needed, total_pages); the ones before are there already."""
+
+    handle: int
+    first_needed: int
+    total_pages: int
+
+
+class Commit(Message):
+    """Commit a put. `wait_ms`: how long to wait for slices still under way on other connections."""
+
+    handle: int
+    wait_ms: int = 0
+
+
+class PutHandle(Message):
+    """A put under way."""
+
+    handle: int
+
+
+class Committed(Message):
+    """How a put ended."""
+
+    new_pages: int
+    existing_pages: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type[Message], msgspec.msgpack.Decoder[Any]] = {}
+
+M = TypeVar("M", bound=Message)
+
+
+def pack(message: Message) -> bytes:
+    """A meta as bytes."""
+    return _encoder.encode(message)
+
+
+def unpack(kind: type[M], meta: bytes) -> M:
+    """A meta from bytes. Raises ProtocolError if they are not one of this kind."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        message: M = decoder.decode(meta)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed {kind.__name__}: {error}") from error
+    return message

@@ -1,0 +1,76 @@
+"""Scatter reads: strided runs over blobs, and how both sides cut them into pieces. Pure."""
+
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvstore.errors import BadRequest
+from kvstore.kvspec import SliceLayout
+
+_RUN = struct.Struct("<IIQQQ")
+RUN_BYTES = _RUN.size
+MAX_RUNS = 1 << 16
+MAX_SEGMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` segments of `length` bytes in blob number `blob`, the first at `offset`, the next `stride` bytes on each."""
+
+    blob: int
+    offset: int
+    length: int
+    stride: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The largest stretch of a segment inside one slice: the unit that is sent with a digest of its own."""
+
+    offset: int
+    size: int
+    slice: int
+    whole: bool
+    """Whether it is all of its slice."""
+
+
+def pack_runs(runs: list[Run]) -> bytes:
+    """Runs as bytes, 32 each."""
+    return b"".join(_RUN.pack(r.blob, r.count, r.offset, r.length, r.stride) for r in runs)
+
+
+def unpack_runs(data: bytes | memoryview) -> list[Run]:
+    """Runs from bytes. Raises BadRequest for a torn or overlong list."""
+    if len(data) % RUN_BYTES or len(data) > MAX_RUNS * RUN_BYTES:
+        raise BadRequest(f"{len(data)} bytes of runs: they are {RUN_BYTES} bytes each, and at most {MAX_RUNS}")
+    runs = [Run(blob, offset, length, stride, count) for blob, count, offset, length, stride in _RUN.iter_unpack(data)]
+    if sum(run.count for run in runs) > MAX_SEGMENTS:
+        raise BadRequest(f"a fetch of more than {MAX_SEGMENTS} segments: split it")
+    return runs
+
+
+def check_run(run: Run, layout: SliceLayout) -> None:
+    """Raise BadRequest unless every segment lies inside the blob."""
+    size = layout.payload_bytes
+    if run.count < 1 or run.length < 1:
+        raise BadRequest(f"a run of {run.count} segments of {run.length} bytes")
+    if run.count > 1 and run.stride < run.length:
+        raise BadRequest(f"segments of {run.length} bytes overlap at a stride of {run.stride}")
+    end = run.offset + (run.count - 1) * run.stride + run.length
+    if end > size:
+        raise BadRequest(f"a run ends at byte {end} of a blob of {size}")
+
+
+def cut(run: Run, layout: SliceLayout) -> Iterator[Piece]:
+    """The pieces of a run in the order in which they are sent. The run must have passed `check_run`."""
+    offsets = layout.offsets
+    for segment in range(run.count):
+        at = run.offset + segment * run.stride
+        end = at + run.length
+        index = bisect_right(offsets, at) - 1
+        while at < end:
+            stop = min(end, offsets[index + 1])
+            yield Piece(at, stop - at, index, at == offsets[index] and stop == offsets[index + 1])
+            at, index = stop, index + 1

@@ -1,0 +1,53 @@
+"""Digests and names derived from bytes: slice digests, blob ids, extra-key digests and page keys.
+
+Two kinds, for two jobs. `xxh3_128` guards bytes against accidents at memory speed. Names that decide what a prefix *is*
+(page keys, extra keys, namespaces) are BLAKE2b, so that nobody can make two prefixes share one.
+"""
+
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+
+from xxhash import xxh3_128_digest
+
+DIGEST_BYTES = 16
+KEY_BYTES = 32
+NO_EXTRA = bytes(KEY_BYTES)
+_PAGE_KEY_PERSON = b"kvstore.page"
+_EXTRA_PERSON = b"kvstore.extra"
+
+
+def slice_digest(data: bytes | bytearray | memoryview) -> bytes:
+    """xxh3_128 of one slice, big-endian canonical form, 16 bytes."""
+    return xxh3_128_digest(data)
+
+
+def blob_id(digest_table: bytes | bytearray | memoryview) -> bytes:
+    """The content address of a part: xxh3_128 over its slice digests in order (16 bytes each)."""
+    return xxh3_128_digest(digest_table)
+
+
+def extra_digest(keys: Iterable[tuple[str, bytes]]) -> bytes:
+    """The 32-byte digest of a page's extra keys, each a (type, value) pair.
+
+    Both are length-prefixed before digesting, so no two different lists can give the same input. An empty list is
+    32 zero bytes.
+    """
+    state = blake2b(digest_size=KEY_BYTES, person=_EXTRA_PERSON)
+    empty = True
+    for kind, value in keys:
+        empty = False
+        name = kind.encode()
+        state.update(len(name).to_bytes(4, "little") + name + len(value).to_bytes(8, "little") + value)
+    return NO_EXTRA if empty else state.digest()
+
+
+def page_key(parent: bytes, label: bytes) -> bytes:
+    """The page key: BLAKE2b-256 over the parent's key and the page's label (token ids, then extra digest)."""
+    return blake2b(parent + label, digest_size=KEY_BYTES, person=_PAGE_KEY_PERSON).digest()
+
+
+def page_key_chain(parent: bytes, labels: Iterable[bytes]) -> Iterator[bytes]:
+    """Page keys of consecutive pages, each chained to the one before."""
+    for label in labels:
+        parent = page_key(parent, label)
+        yield parent

@@ -1,0 +1,183 @@
+"""KV specs: what a page's bytes are, how they are cut into parts and slices, and whose they are.
+
+Pure values. A namespace is identified by a digest over tenant, model fingerprint and KV spec, so two engines that
+disagree in anything the bytes depend on get two namespaces.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any, Literal
+
+from kvstore.errors import BadRequest
+
+DTYPE_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1, "i8": 1, "u8": 1}
+AXIS_ORDER = "layer,plane,head,token,dim"
+MAX_SLICE_BYTES = 1 << 20
+MAX_PART_BYTES = 1 << 30
+MAX_PAGE_TOKENS = 1 << 16
+_MAX_RANGE = (1 << 16) - 1
+
+ComponentKind = Literal["full", "window", "state"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise BadRequest(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One kind of state in a model.
+
+    `planes` is 2 for separate keys and values, 1 for a compressed latent. For `full` and `window` the state of one layer
+    and head is `planes * page_tokens * head_dim` elements a page; for `state` it is `planes * head_dim`, once.
+    """
+
+    kind: ComponentKind
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bf16"
+    planes: int = 2
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.kind in ("full", "window", "state"), f"component kind {self.kind!r} is not full, window or state")
+        _require(self.dtype in DTYPE_BYTES, f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        for name in ("layers", "kv_heads", "head_dim", "planes"):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and 1 <= value <= _MAX_RANGE, f"{name} is {value!r}, not 1 to {_MAX_RANGE}")
+        wants = self.kind == "window"
+        _require((self.window > 0) == wants, f"window is {self.window}: it must be set for a window component, and only there")
+
+
+@dataclass(frozen=True, slots=True)
+class PartRange:
+    """Which layers and KV heads of which component a part holds; ranges are half-open."""
+
+    component: int
+    layer_lo: int
+    layer_hi: int
+    head_lo: int
+    head_hi: int
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The KV spec of a namespace. Sizes are in bytes, ranges half-open, axis order as in `axis_order`."""
+
+    page_tokens: int
+    components: tuple[Component, ...]
+    axis_order: str = AXIS_ORDER
+    max_slice_bytes: int = MAX_SLICE_BYTES
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.page_tokens <= MAX_PAGE_TOKENS, f"page_tokens is {self.page_tokens}, not 1 to {MAX_PAGE_TOKENS}")
+        _require(1 <= len(self.components) <= 16, f"{len(self.components)} components: a KV spec has 1 to 16")
+        _require(self.axis_order == AXIS_ORDER, f"axis_order {self.axis_order!r}: only {AXIS_ORDER!r} is defined")
+        _require(
+            4096 <= self.max_slice_bytes <= MAX_SLICE_BYTES,
+            f"max_slice_bytes is {self.max_slice_bytes}, not 4096 to {MAX_SLICE_BYTES}",
+        )
+        for index in range(len(self.components)):
+            size = self.part_bytes(self.whole(index))
+            _require(size <= MAX_PART_BYTES, f"a page of component {index} is {size} bytes, over the limit of {MAX_PART_BYTES}")
+
+    def whole(self, component: int = 0) -> PartRange:
+        """The part range that covers all layers and heads of a component."""
+        c = self.components[component]
+        return PartRange(component, 0, c.layers, 0, c.kv_heads)
+
+    def check_range(self, part: PartRange) -> None:
+        """Raise BadRequest unless `part` lies inside the component it names."""
+        _require(0 <= part.component < len(self.components), f"component {part.component} does not exist")
+        c = self.components[part.component]
+        _require(
+            0 <= part.layer_lo < part.layer_hi <= c.layers, f"layers [{part.layer_lo}, {part.layer_hi}) are not inside [0, {c.layers})"
+        )
+        _require(0 <= part.head_lo < part.head_hi <= c.kv_heads, f"heads [{part.head_lo}, {part.head_hi}) are not inside [0, {c.kv_heads})")
+
+    def layer_bytes(self, part: PartRange) -> int:
+        """Bytes of one layer of a part."""
+        c = self.components[part.component]
+        tokens = 1 if c.kind == "state" else self.page_tokens
+        return (part.head_hi - part.head_lo) * c.planes * tokens * c.head_dim * DTYPE_BYTES[c.dtype]
+
+    def part_bytes(self, part: PartRange) -> int:
+        """Payload bytes of one page's part."""
+        return (part.layer_hi - part.layer_lo) * self.layer_bytes(part)
+
+    def slice_layout(self, part: PartRange) -> "SliceLayout":
+        """How the part's payload is cut into slices."""
+        return _slice_layout(self.layer_bytes(part), part.layer_hi - part.layer_lo, self.max_slice_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Payload bytes of a whole page over all components."""
+        return sum(self.part_bytes(self.whole(i)) for i in range(len(self.components)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON and MessagePack."""
+        return {
+            "page_tokens": self.page_tokens,
+            "components": [asdict(c) for c in self.components],
+            "axis_order": self.axis_order,
+            "max_slice_bytes": self.max_slice_bytes,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "KVSpec":
+        """The inverse of `to_dict`; raises BadRequest for anything missing, unknown or out of range."""
+        try:
+            fields = dict(data)
+            components = tuple(Component(**c) for c in fields.pop("components"))
+            return cls(components=components, **fields)
+        except (TypeError, KeyError) as error:
+            raise BadRequest(f"the KV spec is malformed: {error}") from error
+
+
+@dataclass(frozen=True)
+class SliceLayout:
+    """Slice sizes of one part, in order. A slice is a group of whole layers, or a piece of one large layer."""
+
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Offset of each slice in the payload, and the payload's size as the last element."""
+        return tuple(accumulate(self.sizes, initial=0))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the payload: the sum of the slices."""
+        return self.offsets[-1]
+
+    @property
+    def count(self) -> int:
+        """Number of slices."""
+        return len(self.sizes)
+
+
+@lru_cache(maxsize=1024)
+def _slice_layout(layer_bytes: int, layers: int, max_slice: int) -> SliceLayout:
+    if layer_bytes <= max_slice:
+        group = max_slice // layer_bytes
+        sizes = [layer_bytes * min(group, layers - first) for first in range(0, layers, group)]
+    else:
+        pieces = [min(max_slice, layer_bytes - offset) for offset in range(0, layer_bytes, max_slice)]
+        sizes = pieces * layers
+    return SliceLayout(tuple(sizes))
+
+
+def canonical_json(data: object) -> bytes:
+    """One byte string for one value: keys sorted, no spaces, ASCII only."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def namespace_digest(tenant: str, fingerprint: str, spec: KVSpec) -> bytes:
+    """The 32-byte identity of a namespace and the page key of its root."""
+    data = {"tenant": tenant, "fingerprint": fingerprint, "spec": spec.to_dict()}
+    return blake2b(canonical_json(data), digest_size=32, person=b"kvstore.space").digest()

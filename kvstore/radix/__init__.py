@@ -1,0 +1,1 @@
+"""The radix prefix tree: what exists, under exact labels. Knows nothing of tiers."""

@@ -1,0 +1,69 @@
+"""Recomputes every invariant of a radix tree from its columns, for tests and for `check` commands."""
+
+import numpy as np
+
+from kvstore.digests import page_key
+from kvstore.radix.pages import DURABLE
+from kvstore.radix.tree import MOVE_LIMIT, ROOT, RadixTree
+
+
+def check(tree: RadixTree) -> None:
+    """Raise AssertionError, saying which invariant broke where."""
+    nodes = tree.nodes.subtree(ROOT)
+    assert len(nodes) == len(set(nodes)) == tree.nodes.slots.used, "a node is linked twice, or lost"
+    owner = np.full(tree.pages.ranges.high, -1, np.int64)
+    for start, length in tree.pages.ranges.free_ranges.items():
+        assert (owner[start : start + length] == -1).all(), "free ranges overlap"
+        owner[start : start + length] = ROOT
+    for node in nodes:
+        _check_node(tree, node, owner)
+    assert (owner >= ROOT).all(), "a page slot belongs to no node and is not free"
+    live = tree.live_slots()
+    assert len(live) == tree.page_count == len(tree.pages.key_index), "page count, page slots and key index differ"
+    assert all(tree.pages.find_key(tree.pages.key_bytes(s)) == s for s in live.tolist()), "a page is not found by its key"
+    unsealed = [n for n in nodes if n != ROOT and not tree.nodes.sealed[n]]
+    assert len(tree.child_index) == len(unsealed), "the child index holds other nodes than the tree"
+    _, part = tree.parts.of(tree.pages.part[live])
+    assert len(np.unique(part)) == len(part) == tree.parts.slots.used, "a part is shared, lost or leaked"
+
+
+def _check_node(tree: RadixTree, node: int, owner: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
+    nodes, pages = tree.nodes, tree.pages
+    children = nodes.children_of(node)
+    assert len(children) == nodes.children[node], f"node {node} counts {nodes.children[node]} children, has {len(children)}"
+    assert sum(nodes.sealed[c] for c in children) == nodes.sealed_children[node], f"node {node}: sealed children"
+    labels = [tree._node_hash(c) for c in children if not nodes.sealed[c]]
+    assert len(set(labels)) == len(labels), f"two children of node {node} begin with one label"
+    for child in children:
+        assert nodes.parent[child] == node, f"node {child} does not name its parent"
+        assert nodes.depth[child] == nodes.depth[node] + nodes.count[node], f"node {child} has the wrong depth"
+    if node == ROOT:
+        return
+    start, count = nodes.start[node], nodes.count[node]
+    assert 0 < count <= nodes.capacity[node], f"node {node} has {count} pages of {nodes.capacity[node]}"
+    assert (owner[start : start + nodes.capacity[node]] == -1).all(), f"node {node} overlaps another run"
+    owner[start : start + nodes.capacity[node]] = node
+    assert (pages.node[start : start + count] == node).all(), f"a page of node {node} names another node"
+    if not tree.ever_sealed and len(children) == 1:
+        assert count + nodes.count[children[0]] > MOVE_LIMIT, f"node {node} and its only child should be one"
+    if not nodes.sealed[node]:
+        found = list(tree.child_index.candidates(tree._node_hash(node)))
+        assert node in found, f"node {node} is not in the child index"
+    parent = nodes.parent[node]
+    above = nodes.start[parent] + nodes.count[parent] - 1 if parent != ROOT else -1
+    for slot in range(start, start + count):
+        if not nodes.sealed[node]:
+            label = pages.tokens[slot].tobytes() + pages.extras[slot].tobytes()
+            key = tree.root_key if above < 0 else pages.key_bytes(above)
+            assert page_key(key, label) == pages.key_bytes(slot), f"the key of page slot {slot} is not its chain's"
+        if above >= 0:
+            _check_order(tree, above, slot)
+        above = slot
+
+
+def _check_order(tree: RadixTree, above: int, below: int) -> None:
+    pages = tree.pages
+    assert pages.leases[above] >= pages.leases[below], f"page slot {below} is leased, the page before it is not"
+    assert pages.retain[above] >= pages.retain[below], f"page slot {below} is retained longer than the page before it"
+    assert (pages.flags[above] & DURABLE) >= (pages.flags[below] & DURABLE), f"page slot {below} is durable, the one before is not"
+    assert pages.recency[above] > pages.recency[below] or pages.recency[below] == 0, f"page slot {below} is more recent than the one before"

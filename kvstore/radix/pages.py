@@ -1,0 +1,190 @@
+"""The page and part columns of a radix tree, and the node columns that give them shape."""
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.columns import RangeAllocator, SlotAllocator, column, reserve
+from kvstore.digests import DIGEST_BYTES, KEY_BYTES
+from kvstore.hash_index import HashIndex
+
+Slots = npt.NDArray[np.int32]
+
+DURABLE = 1
+RECENCY_DEPTH_BITS = 24
+MAX_DEPTH = (1 << RECENCY_DEPTH_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PartColumns:
+    """Parts of some pages, as parallel arrays; `page` is an index into whatever list of pages was asked about."""
+
+    page: Slots
+    blob: Slots
+    component: npt.NDArray[np.uint8]
+    ranges: npt.NDArray[np.uint16]
+    """(n, 4): layer_lo, layer_hi, head_lo, head_hi."""
+
+
+def _bytes_column(capacity: int, width: int) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+    memory = reserve(capacity * width)
+    return memory, np.frombuffer(memory, dtype=np.uint8, count=capacity * width).reshape(capacity, width)
+
+
+class Pages:
+    """One slot a page. The pages of a node are consecutive slots, so that a run's labels are one memcmp."""
+
+    def __init__(self, capacity: int, page_tokens: int) -> None:
+        self.capacity = capacity
+        self.token_bytes = page_tokens * 4
+        self.ranges = RangeAllocator(capacity, "pages")
+        self.tokens_memory, self.tokens = _bytes_column(capacity, self.token_bytes)
+        self.extras_memory, self.extras = _bytes_column(capacity, KEY_BYTES)
+        self.key_memory, self.key = _bytes_column(capacity, KEY_BYTES)
+        _, self.version = _bytes_column(capacity, DIGEST_BYTES)
+        self.node: npt.NDArray[np.int32] = column(capacity, np.int32)
+        self.part: npt.NDArray[np.int32] = column(capacity, np.int32)
+        self.leases: npt.NDArray[np.int32] = column(capacity, np.int32)
+        self.recency: npt.NDArray[np.int64] = column(capacity, np.int64)
+        self.retain: npt.NDArray[np.uint32] = column(capacity, np.uint32)
+        self.flags: npt.NDArray[np.uint8] = column(capacity, np.uint8)
+        self.key_index = HashIndex()
+
+    def row_bytes(self) -> int:
+        """Bytes of one page's row, labels left out."""
+        return sum(a.itemsize * (a.shape[1] if a.ndim == 2 else 1) for a in self._moved())
+
+    def _moved(self) -> tuple[npt.NDArray[Any], ...]:
+        return (self.key, self.version, self.node, self.part, self.leases, self.recency, self.retain, self.flags)
+
+    def move(self, source: int, target: int, count: int) -> None:
+        """Copy a run of rows, labels included, to other slots, and point the key index at them."""
+        for array in (*self._moved(), self.tokens, self.extras):
+            array[target : target + count] = array[source : source + count]
+        for offset in range(count):
+            self.key_index.replace(self.key_hash(target + offset), source + offset, target + offset)
+
+    def key_bytes(self, slot: int) -> bytes:
+        """The page key in a slot."""
+        return self.key_memory[slot * KEY_BYTES : (slot + 1) * KEY_BYTES]
+
+    def key_hash(self, slot: int) -> int:
+        """The hash a slot's page is indexed under: the first 8 bytes of its key."""
+        return int.from_bytes(self.key_memory[slot * KEY_BYTES : slot * KEY_BYTES + 8], "little")
+
+    def find_key(self, key: bytes) -> int:
+        """The slot of the page with this key, or -1."""
+        for slot in self.key_index.candidates(int.from_bytes(key[:8], "little")):
+            if self.key_bytes(slot) == key:
+                return slot
+        return -1
+
+
+class Parts:
+    """One slot a part, linked from its page."""
+
+    def __init__(self, capacity: int) -> None:
+        self.slots = SlotAllocator(capacity, "parts")
+        self.blob: npt.NDArray[np.int32] = column(capacity, np.int32)
+        self.next: npt.NDArray[np.int32] = column(capacity, np.int32)
+        self.component: npt.NDArray[np.uint8] = column(capacity, np.uint8)
+        self.ranges: npt.NDArray[np.uint16] = column(capacity, np.uint16, 4)
+
+    ROW_BYTES = 4 + 4 + 1 + 8
+
+    def add(self, blobs: Slots, component: npt.NDArray[np.uint8], ranges: npt.NDArray[np.uint16]) -> Slots:
+        """Store the parts of some pages. `blobs` is (pages, parts a page), -1 for none; the geometry is per part.
+
+        Returns the first part slot of every page.
+        """
+        pages, width = blobs.shape
+        taken = self.slots.allocate_many(pages * width).reshape(pages, width)
+        self.blob[taken] = blobs
+        self.component[taken] = component[np.newaxis, :]
+        self.ranges[taken] = ranges[np.newaxis, :, :]
+        self.next[taken[:, :-1]] = taken[:, 1:]
+        self.next[taken[:, -1]] = -1
+        return taken[:, 0]
+
+    def of(self, first: Slots) -> tuple[Slots, Slots]:
+        """(index into `first`, part slot) of every part, in page order."""
+        owners, slots = [], []
+        owner = np.arange(len(first), dtype=np.int32)
+        while len(first):
+            keep = first >= 0
+            owner, first = owner[keep], first[keep]
+            owners.append(owner)
+            slots.append(first)
+            first = self.next[first]
+        if not owners:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        all_owners = np.concatenate(owners)
+        order = np.argsort(all_owners, kind="stable")
+        return all_owners[order], np.concatenate(slots)[order]
+
+
+class Nodes:
+    """One slot a node: where its run of pages lies, and its links. Scalars are read through memoryviews, which give ints."""
+
+    _INT_FIELDS = ("parent", "start", "count", "capacity", "depth", "child", "next", "prev", "children", "sealed_children")
+
+    def __init__(self, capacity: int) -> None:
+        self.slots = SlotAllocator(capacity, "nodes")
+        self.parent, self.start, self.count, self.capacity, self.depth = (self._ints(capacity) for _ in range(5))
+        self.child, self.next, self.prev, self.children, self.sealed_children = (self._ints(capacity) for _ in range(5))
+        self.sealed = column(capacity, np.uint8).data
+
+    @staticmethod
+    def _ints(capacity: int) -> memoryview:
+        return column(capacity, np.int32).data
+
+    ROW_BYTES = 4 * len(_INT_FIELDS) + 1
+
+    def new(self, parent: int, start: int, count: int, capacity: int, depth: int) -> int:
+        """A node without links and children."""
+        node = self.slots.allocate()
+        self.parent[node], self.start[node], self.count[node] = parent, start, count
+        self.capacity[node], self.depth[node] = capacity, depth
+        self.child[node] = self.next[node] = self.prev[node] = -1
+        self.children[node] = self.sealed_children[node] = self.sealed[node] = 0
+        return node
+
+    def link(self, parent: int, node: int) -> None:
+        """Make `node` the first child of `parent`."""
+        first = self.child[parent]
+        self.parent[node], self.next[node], self.prev[node] = parent, first, -1
+        if first >= 0:
+            self.prev[first] = node
+        self.child[parent] = node
+        self.children[parent] += 1
+        self.sealed_children[parent] += self.sealed[node]
+
+    def unlink(self, node: int) -> None:
+        """Take `node` out of its parent's list of children."""
+        parent, before, after = self.parent[node], self.prev[node], self.next[node]
+        if before >= 0:
+            self.next[before] = after
+        else:
+            self.child[parent] = after
+        if after >= 0:
+            self.prev[after] = before
+        self.children[parent] -= 1
+        self.sealed_children[parent] -= self.sealed[node]
+
+    def children_of(self, node: int) -> list[int]:
+        """The children of a node, in no particular order."""
+        found, at = [], self.child[node]
+        while at >= 0:
+            found.append(at)
+            at = self.next[at]
+        return found
+
+    def subtree(self, node: int) -> list[int]:
+        """A node and all nodes below it, parents first."""
+        found = [node]
+        for at in found:
+            found.extend(self.children_of(at))
+        return found

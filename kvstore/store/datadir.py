@@ -1,0 +1,79 @@
+"""The data directory: who owns it, and in which format it is."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from kvstore.errors import DataDirError
+
+FORMAT = 1
+"""Version of everything on disk. A daemon opens its own format only; a new one comes with a written migration."""
+
+
+class DataDir:
+    """An exclusive hold on a data directory, from construction to `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.journal = path / "journal"
+        self.blobs = path / "blobs"
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DataDirError(f"the data directory {path} can't be used: {error}") from error
+        try:
+            self._take_lock()
+            self._check_format()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise DataDirError(
+                f"the data directory {self.path} is in use by another daemon (pid {holder}): stop it, or give this one its own --data-dir"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _check_format(self) -> None:
+        file = self.path / "format.json"
+        if not file.exists():
+            if self.journal.exists() or self.blobs.exists():
+                raise DataDirError(f"{file} is missing, but there is data beside it: restore the file, or move the data away")
+            _write_durably(file, json.dumps({"format": FORMAT}).encode())
+            return
+        try:
+            found = json.loads(file.read_bytes())["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataDirError(f"{file} is damaged ({error}); it should read {json.dumps({'format': FORMAT})}") from error
+        if found != FORMAT:
+            raise DataDirError(
+                f"the data directory {self.path} is of format {found}, this daemon reads format {FORMAT}: "
+                "use the version of kvstore that wrote it, or another --data-dir"
+            )
+
+    def close(self) -> None:
+        """Let another daemon have it."""
+        os.close(self._lock)
+
+
+def _write_durably(file: Path, data: bytes) -> None:
+    temporary = file.with_suffix(".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.rename(file)
+    directory = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

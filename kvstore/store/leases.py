@@ -1,0 +1,83 @@
+"""Leases: pins on (node, boundary) with an end time. An owner's death ends its leases."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvstore.errors import BadRequest, NotFound
+from kvstore.radix.tree import Path
+from kvstore.store.space import Space
+
+MAX_LEASE_S = 3600.0
+
+
+@dataclass(slots=True)
+class Lease:
+    """One lease; `boundary` is the page key of the last page it pins, `expires` in seconds of the store's clock."""
+
+    id: int
+    owner: int
+    space: Space
+    boundary: bytes
+    pages: int
+    expires: float
+
+
+class Leases:
+    """All leases of a daemon."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Lease] = {}
+        self._by_owner: dict[int, set[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def grant(self, owner: int, space: Space, path: Path, now: float, ttl_s: float) -> Lease:
+        """Lease a path for `ttl_s` seconds (0 to an hour)."""
+        if not 0 < ttl_s <= MAX_LEASE_S:
+            raise BadRequest(f"a lease lasts up to {MAX_LEASE_S:.0f} s, not {ttl_s}")
+        lease = Lease(secrets.randbits(63), owner, space, space.tree.pin(path), path.pages, now + ttl_s)
+        self._by_id[lease.id] = lease
+        self._by_owner.setdefault(owner, set()).add(lease.id)
+        return lease
+
+    def get(self, owner: int, lease_id: int) -> Lease:
+        """An owner's own lease; NotFound otherwise."""
+        lease = self._by_id.get(lease_id)
+        if lease is None or lease.owner != owner:
+            raise NotFound(f"lease {lease_id} does not exist: it was released, or it expired")
+        return lease
+
+    def renew(self, owner: int, lease_id: int, now: float, ttl_s: float) -> Lease:
+        """Let a lease end `ttl_s` seconds from now."""
+        if not 0 < ttl_s <= MAX_LEASE_S:
+            raise BadRequest(f"a lease lasts up to {MAX_LEASE_S:.0f} s, not {ttl_s}")
+        lease = self.get(owner, lease_id)
+        lease.expires = now + ttl_s
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """End a lease."""
+        del self._by_id[lease.id]
+        owned = self._by_owner[lease.owner]
+        owned.discard(lease.id)
+        if not owned:
+            del self._by_owner[lease.owner]
+        if not lease.space.dropped:
+            lease.space.tree.unpin(lease.boundary)
+
+    def release_owner(self, owner: int) -> int:
+        """End all leases of an owner. Returns how many there were."""
+        owned = [self._by_id[i] for i in self._by_owner.get(owner, ())]
+        for lease in owned:
+            self.release(lease)
+        return len(owned)
+
+    def expired(self, now: float) -> Iterator[Lease]:
+        """The leases whose time is over (a list made at call time)."""
+        return iter([lease for lease in self._by_id.values() if lease.expires <= now])
+
+    def of_space(self, space: Space) -> list[Lease]:
+        """All leases on a namespace."""
+        return [lease for lease in self._by_id.values() if lease.space is space]

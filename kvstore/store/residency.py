@@ -1,0 +1,318 @@
+"""Which blobs are in DRAM: allocation, promotion on fetch, and the mover that demotes ahead of need."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from kvstore.errors import Busy, Corrupt, NoSpace, NotFound
+from kvstore.radix.pages import Slots
+from kvstore.store.space import Space
+from kvstore.store.stats import Stats
+from kvstore.store.writeback import Writeback
+from kvstore.tiers.blobs import NO_SLOT
+from kvstore.tiers.dram import Arena, SlotClass, create_segment
+from kvstore.tiers.ssd import BlobFile
+from kvstore.tiers.watermarks import Watermarks
+
+_log = logging.getLogger("kvstore.mover")
+_STAGING_BLOBS = 4
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A blob's stored form in memory, until `release`."""
+
+    space: Space
+    row: int
+    view: memoryview
+    _staging: asyncio.Semaphore | None = None
+
+    def release(self) -> None:
+        """Let the blob go."""
+        self.space.unpin(self.row)
+        if self._staging is not None:
+            self._staging.release()
+
+
+class Residency:
+    """The DRAM tier at work. `run` is the mover's task."""
+
+    def __init__(
+        self, arena: Arena, blob_file: BlobFile, readers: Executor, spaces: Callable[[], Iterable[Space]],
+        stats: Stats, watermarks: Watermarks, wait_s: float,
+    ) -> None:  # fmt: skip
+        self._arena = arena
+        self._blob_file = blob_file
+        self._readers = readers
+        self._spaces = spaces
+        self._stats = stats
+        self._watermarks = watermarks
+        self._wait_s = wait_s
+        self._demand = 0
+        self._wake = asyncio.Event()
+        self._room = asyncio.Condition()
+        self._growing: dict[SlotClass, asyncio.Task[None]] = {}
+        self._loading: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._staging = asyncio.Semaphore(_STAGING_BLOBS)
+        self.writeback: Writeback
+
+    # --- allocation ----------------------------------------------------------------------------------------------------
+
+    async def allocate(self, space: Space, nbytes: int, wait_s: float | None = None) -> int:
+        """A DRAM slot for `nbytes`. Waits a bounded time for the mover to make room, then raises Busy.
+
+        Raises NoSpace if the tier could never hold it.
+        """
+        slot_class = Arena.slot_class(space.settings.tenant, nbytes)
+        if slot_class.slot_bytes > self._arena.capacity:
+            raise NoSpace(f"{nbytes} bytes do not fit into a DRAM tier of {self._arena.capacity}")
+        slot = self._arena.allocate(slot_class)
+        if slot is None:
+            slot = await self._wait_for_slot(slot_class, self._wait_s if wait_s is None else wait_s)
+        if self._watermarks.above_high(self._arena.usage()):
+            self._wake.set()
+        return slot
+
+    async def _wait_for_slot(self, slot_class: SlotClass, wait_s: float) -> int:
+        deadline = asyncio.get_running_loop().time() + wait_s
+        self._demand += slot_class.slot_bytes
+        try:
+            while True:
+                if (slot := self._arena.allocate(slot_class)) is not None:
+                    return slot
+                if await self._grow(slot_class):
+                    continue
+                self._wake.set()
+                try:
+                    async with asyncio.timeout_at(deadline), self._room:
+                        await self._room.wait()
+                except TimeoutError:
+                    usage = self._arena.usage()
+                    raise Busy(
+                        f"no DRAM free for {slot_class.slot_bytes} bytes ({usage.used} of {usage.capacity} in use)",
+                        retry_after_ms=max(50, int(1000 * wait_s)),
+                    ) from None
+        finally:
+            self._demand -= slot_class.slot_bytes
+
+    async def _grow(self, slot_class: SlotClass) -> bool:
+        """Add a segment, if there is room for one. Callers that want the same kind share one."""
+        task = self._growing.get(slot_class)
+        if task is None:
+            slots = self._arena.reserve_segment(slot_class)
+            if not slots:
+                return False
+            task = asyncio.create_task(self._add_segment(slot_class, slots))
+            self._growing[slot_class] = task
+            task.add_done_callback(lambda _: self._growing.pop(slot_class, None))
+        await asyncio.shield(task)
+        return True
+
+    async def _add_segment(self, slot_class: SlotClass, slots: int) -> None:
+        try:
+            segment = await asyncio.get_running_loop().run_in_executor(self._readers, create_segment, slot_class, slots)
+        except OSError as error:
+            self._arena.cancel_segment(slot_class, slots)
+            raise NoSpace(f"the machine has no memory for a segment of {slots * slot_class.slot_bytes} bytes: {error}") from error
+        self._arena.add_segment(segment)
+
+    async def announce_room(self) -> None:
+        """Slots were freed: let those who wait try again."""
+        async with self._room:
+            self._room.notify_all()
+
+    # --- reading -------------------------------------------------------------------------------------------------------
+
+    def hold_resident(self, space: Space, row: int) -> "Held | None":
+        """Pin a blob that is in DRAM; None if it is not."""
+        slot = int(space.blobs.slot[row])
+        if slot == NO_SLOT:
+            return None
+        space.pin(row)
+        return Held(space, row, self._arena.view(slot)[: space.stored_bytes(row)])
+
+    async def hold(self, space: Space, row: int) -> "Held":
+        """Pin a blob in memory, promoting it from SSD if need be.
+
+        Raises NotFound (Corrupt if the bytes did not verify) when no tier has it.
+        """
+        space.pin(row)
+        try:
+            if space.blobs.slot[row] == NO_SLOT:
+                try:
+                    await self._promote(space, row)
+                except Busy:
+                    return await self._stage(space, row)
+            held = self.hold_resident(space, row)
+            assert held is not None, "a pinned blob left DRAM"
+            return held
+        finally:
+            space.unpin(row)
+
+    async def _promote(self, space: Space, row: int) -> None:
+        name = (space.number, row)
+        loading = self._loading.get(name)
+        if loading is None:
+            task = asyncio.ensure_future(self._load(space, row))
+            self._loading[name] = task
+            task.add_done_callback(lambda _: self._loading.pop(name, None))
+            loading = task
+        await asyncio.shield(loading)
+
+    async def _load(self, space: Space, row: int) -> None:
+        space.pin(row)
+        try:
+            stored = space.stored_bytes(row)
+            slot = await self.allocate(space, stored, wait_s=min(0.1, self._wait_s))
+            try:
+                await self._read(space, row, self._arena.view(slot)[:stored])
+            except BaseException:
+                self._arena.free(slot)
+                raise
+            space.set_slot(row, slot)
+            self._stats.promoted_blobs += 1
+            self._stats.promoted_stored_bytes += stored
+        finally:
+            space.unpin(row)
+
+    async def _read(self, space: Space, row: int, target: memoryview) -> None:
+        blobs = space.blobs
+        if not blobs.on_ssd[row]:
+            space.lose_blob(row)
+            raise NotFound(f"blob {blobs.id_of(row).hex()} is in no tier")
+        read = asyncio.get_running_loop().run_in_executor(
+            self._readers, self._blob_file.read, space.number, blobs.id_of(row), blobs.layout_of(row), target
+        )
+        try:
+            # Shielded: the thread writes into `target` until it is done, so the slot must not be freed before.
+            await _finish_despite_cancel(read)
+        except NotFound as error:
+            self._stats.corrupt_blobs += isinstance(error, Corrupt)
+            _log.error("dropping the pages of a lost blob: %s", error.message)
+            blobs.on_ssd[row] = False
+            space.lose_blob(row)
+            self.writeback.poke()
+            raise
+
+    async def _stage(self, space: Space, row: int) -> "Held":
+        """Read around DRAM, through a few bounded buffers: what a fetch does when everything in DRAM is leased."""
+        await self._staging.acquire()
+        try:
+            target = memoryview(bytearray(space.stored_bytes(row)))
+            await self._read(space, row, target)
+            space.pin(row)
+        except BaseException:
+            self._staging.release()
+            raise
+        return Held(space, row, target, self._staging)
+
+    def discard_bad_copy(self, space: Space, row: int) -> None:
+        """A DRAM copy did not verify: drop it. Without another copy on SSD the pages that need it go too."""
+        self._stats.corrupt_blobs += 1
+        _log.error("a DRAM copy of blob %s did not verify, dropping it", space.blobs.id_of(row).hex())
+        if space.blobs.on_ssd[row]:
+            if space.blobs.pins[row] <= 1:
+                space.clear_slot(row)
+        else:
+            space.lose_blob(row)
+        self.writeback.poke()
+
+    # --- the mover -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Demote and free the coldest pages whenever usage passes the high mark, down to the low one."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (wanted := self._watermarks.excess(self._arena.usage(), self._demand)) > 0:
+                freed = await self._reclaim(wanted)
+                await self.announce_room()
+                await asyncio.sleep(0.001)  # those who wait take their slots before anything more is evicted
+                if not freed:
+                    break
+
+    async def _reclaim(self, wanted: int) -> int:
+        victims = self._victims(wanted)
+        freed, pending = 0, []
+        for space, key in victims:
+            slot = space.tree.pages.find_key(key)
+            if slot >= 0 and space.is_durable(slot):
+                freed += space.evict_dram(slot)
+            elif slot >= 0:
+                pending.append((space, key))
+        for first in range(0, len(pending), 64):
+            freed += await self._demote(pending[first : first + 64])
+            await self.announce_room()
+        return freed
+
+    async def _demote(self, pages: list[tuple[Space, bytes]]) -> int:
+        before = self._arena.usage().used
+        by_space: dict[int, tuple[Space, list[bytes]]] = {}
+        for space, key in pages:
+            by_space.setdefault(space.number, (space, []))[1].append(key)
+        for space, keys in by_space.values():
+            try:
+                await self.writeback.make_durable(space, keys)
+            except NoSpace as error:
+                _log.warning("dropping %d pages from DRAM: %s", len(keys), error.message)
+        for space, key in pages:
+            slot = space.tree.pages.find_key(key)
+            if slot < 0 or space.tree.pages.leases[slot]:
+                continue
+            if space.is_durable(slot):
+                space.evict_dram(slot)
+            else:
+                space.remove_page(slot)
+        return before - self._arena.usage().used
+
+    def _victims(self, wanted: int) -> list[tuple[Space, bytes]]:
+        """The coldest unleased pages of all namespaces that together hold `wanted` bytes, coldest first."""
+        found: list[tuple[int, Space, bytes, int]] = []
+        for space in self._spaces():
+            slots, sizes = space.dram_candidates()
+            if not len(slots):
+                continue
+            size_of = dict(zip(slots.tolist(), sizes.tolist(), strict=True))
+            chosen: Slots = space.tree.coldest(slots, -(-wanted // int(sizes.min())))
+            recency = space.tree.pages.recency[chosen].tolist()
+            found += [(r, space, space.tree.pages.key_bytes(s), size_of[s]) for r, s in zip(recency, chosen.tolist(), strict=True)]
+        found.sort(key=lambda item: item[0])
+        victims, total = [], 0
+        for _, space, key, size in found:
+            if total >= wanted:
+                break
+            victims.append((space, key))
+            total += size
+        return victims
+
+    def make_ssd_room(self, wanted: int, now: float) -> int:
+        """Give up the coldest unprotected pages on SSD. Returns the bytes that the next commit will free."""
+        freed = 0
+        spaces = sorted(self._spaces(), key=lambda s: s.blobs.count, reverse=True)
+        for space in spaces:
+            if freed >= wanted:
+                break
+            whole = space.spec.slice_layout(space.spec.whole(0))
+            footprint = self._blob_file.footprint(whole.payload_bytes + 16 * whole.count)
+            freed += space.evict_ssd(wanted - freed, now, footprint)
+        return freed
+
+
+async def _finish_despite_cancel(future: "asyncio.Future[None]") -> None:
+    """Await a future that can't be interrupted; a cancellation takes effect only once it is done."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError as error:
+            if future.cancelled():
+                raise
+            cancelled = error
+        except Exception:  # noqa: BLE001 - raised by future.result() below
+            break
+    if cancelled is not None:
+        future.exception()
+        raise cancelled
+    future.result()

@@ -1,0 +1,34 @@
+"""Counters of the store, in one place: the metrics page and `status` read them, nothing else does."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Stats:
+    """Totals since start. Bytes are payload bytes unless the name says stored."""
+
+    matches: int = 0
+    matched_tokens: int = 0
+    asked_tokens: int = 0
+    puts: int = 0
+    put_pages: int = 0
+    put_bytes: int = 0
+    put_exists_pages: int = 0
+    puts_aborted: int = 0
+    puts_busy: int = 0
+    puts_no_space: int = 0
+    fetches: int = 0
+    fetch_bytes: int = 0
+    fetch_misses: int = 0
+    demoted_pages: int = 0
+    demoted_stored_bytes: int = 0
+    promoted_blobs: int = 0
+    promoted_stored_bytes: int = 0
+    evicted_dram_pages: int = 0
+    evicted_ssd_pages: int = 0
+    dropped_pages: int = 0
+    corrupt_blobs: int = 0
+    corrupt_records: int = 0
+    dedup_blobs: int = 0
+    group_commits: int = 0
+    ssd_errors: int = 0

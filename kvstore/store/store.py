@@ -1,0 +1,509 @@
+"""The façade: match, put, fetch, leases and namespaces. No sockets in it.
+
+The tree decides what exists, the tiers hold the bytes, and this joins them. All methods run on one event loop; what can
+block is in two bounded executors.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.digests import DIGEST_BYTES, KEY_BYTES, NO_EXTRA, page_key
+from kvstore.errors import BadRequest, Busy, Conflict, KVStoreError, MissingParent, NoSpace, NotFound, UnknownNamespace
+from kvstore.kvspec import PartRange
+from kvstore.radix.journal import Journal
+from kvstore.radix.pages import DURABLE, Slots
+from kvstore.radix.tree import Extras, Path, as_token_bytes
+from kvstore.store.datadir import DataDir
+from kvstore.store.leases import Lease, Leases
+from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_cover
+from kvstore.store.residency import Held, Residency
+from kvstore.store.space import NamespaceSettings, Space, Trash
+from kvstore.store.stats import Stats
+from kvstore.store.writeback import Writeback
+from kvstore.tiers import Usage
+from kvstore.tiers.blobs import NO_SLOT
+from kvstore.tiers.dram import Arena
+from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES, BlobFile
+from kvstore.tiers.watermarks import Watermarks
+
+_log = logging.getLogger("kvstore.store")
+
+MAX_PUT_PAGES = 4096
+_YIELD_EVERY = 256
+_SWEEP_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Sizes in bytes, times in seconds."""
+
+    data_dir: FilePath
+    dram_bytes: int
+    ssd_bytes: int
+    max_pages: int = 10_000_000
+    watermarks: Watermarks = field(default_factory=Watermarks)
+    put_wait_s: float = 1.0
+    put_idle_s: float = 60.0
+    shutdown_s: float = 30.0
+    batch_bytes: int = 64 << 20
+    segment_bytes: int = 64 << 20
+    extent_bytes: int = DEFAULT_EXTENT_BYTES
+    reader_threads: int = 4
+    journal_bytes: int = 16 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PartRun:
+    """Consecutive pages whose parts have one geometry."""
+
+    first_page: int
+    pages: int
+    ranges: tuple[PartRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartTable:
+    """Which parts to load for a prefix: runs in page order, and `ids`, 16 bytes for each part of each page in order."""
+
+    runs: tuple[PartRun, ...]
+    ids: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A matched prefix. `dram_pages` of its pages are in DRAM, the rest is on SSD."""
+
+    pages: int
+    tokens: int
+    dram_pages: int
+    lease: Lease | None
+    parts: PartTable | None
+
+
+class Store:
+    """Use as an async context manager: it opens the data directory, runs the background tasks, and flushes at the end."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        self.config = config
+        self.stats = Stats()
+        self.epoch = time.time_ns()
+        self.leases = Leases()
+        self._spaces: dict[str, Space] = {}
+        self._puts: dict[int, Put] = {}
+        self._trash = Trash()
+        self._tick = 0
+        self._next_number = 1
+        self._arena = Arena(config.dram_bytes, config.segment_bytes)
+        self._writer = ThreadPoolExecutor(1, "kvstore-writer")
+        self._readers = ThreadPoolExecutor(config.reader_threads, "kvstore-reader")
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # --- life ----------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> "Store":
+        loop = asyncio.get_running_loop()
+        self._dir = await loop.run_in_executor(self._writer, DataDir, self.config.data_dir)
+        try:
+            await loop.run_in_executor(self._writer, self._open_files)
+            self._wire_up()
+            await self._load()
+        except BaseException:
+            self._dir.close()
+            self._writer.shutdown(wait=False)
+            self._readers.shutdown(wait=False)
+            raise
+        self._writeback_task = asyncio.create_task(self._writeback.run(), name="kvstore-writeback")
+        self._tasks = [
+            asyncio.create_task(self._residency.run(), name="kvstore-mover"),
+            asyncio.create_task(self._sweep_leases(), name="kvstore-leases"),
+            asyncio.create_task(self._sweep_orphans(), name="kvstore-sweep"),
+        ]
+        for task in (self._writeback_task, *self._tasks):
+            task.add_done_callback(_report_death)
+        return self
+
+    def _open_files(self) -> None:
+        self._journal = Journal(self._dir.journal, self.config.journal_bytes)
+        self._blob_file = BlobFile(self._dir.blobs, self.config.ssd_bytes, self.config.extent_bytes)
+
+    def _wire_up(self) -> None:
+        config = self.config
+        self._residency = Residency(
+            self._arena, self._blob_file, self._readers, self._spaces.values, self.stats, config.watermarks, config.put_wait_s
+        )
+        self._writeback = Writeback(
+            self._blob_file, self._journal, self._writer, self._trash, self.stats,
+            lambda wanted: self._residency.make_ssd_room(wanted, time.time()), self._arena.view, config.batch_bytes,
+        )  # fmt: skip
+        self._residency.writeback = self._writeback
+
+    async def _load(self) -> None:
+        loop = asyncio.get_running_loop()
+        started = time.monotonic()
+        records, bad = await loop.run_in_executor(self._writer, self._journal.namespaces)
+        for number in bad:
+            self.stats.corrupt_records += 1
+            _log.error("the record of namespace number %d does not verify: it is dropped", number)
+            await loop.run_in_executor(self._writer, self._journal.drop_namespace, number)
+        for record in records:
+            space = self._new_space(record.number, NamespaceSettings.from_dict(record.settings))
+            label_bytes = space.spec.page_tokens * 4 + KEY_BYTES
+            groups, lost = await loop.run_in_executor(self._writer, self._journal.load, record.number, space.digest, label_bytes)
+            result = space.load(groups)
+            self.stats.corrupt_records += len(lost)
+            if lost:
+                _log.error(
+                    "%d page records of namespace %s do not verify: dropped, with %d pages below them",
+                    len(lost),
+                    space.id,
+                    len(result.orphans),
+                )
+                await loop.run_in_executor(self._writer, self._journal.delete_raw, record.number, lost)
+            self._spaces[space.id] = space
+            _log.info("namespace %s (%s): %d pages", space.settings.name, space.id, result.pages)
+        self._next_number = max([0, *(r.number for r in records), *bad]) + 1
+        if records:
+            _log.info("journal loaded in %.2f s", time.monotonic() - started)
+
+    async def __aexit__(self, *_: object) -> None:
+        for put in list(self._puts.values()):
+            put.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(KVStoreError):
+            await self._flush()
+        await self._writeback.stop(self._writeback_task)
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self._journal.close()
+        self._blob_file.close()
+        self._arena.close()
+        self._dir.close()
+
+    async def _flush(self) -> None:
+        """Write what is only in DRAM, the most recently used first, as far as `shutdown_s` allows."""
+        dirty: list[tuple[int, Space, bytes]] = []
+        for space in self._spaces.values():
+            slots = space.tree.live_slots()
+            slots = slots[(space.tree.pages.flags[slots] & DURABLE) == 0]
+            recency = space.tree.pages.recency[slots].tolist()
+            dirty += [(r, space, space.tree.pages.key_bytes(s)) for r, s in zip(recency, slots.tolist(), strict=True)]
+        dirty.sort(key=lambda item: item[0], reverse=True)
+        deadline = time.monotonic() + self.config.shutdown_s
+        written = 0
+        while written < len(dirty) and time.monotonic() < deadline:
+            chunk = dirty[written : written + 64]
+            for space in {id(s): s for _, s, _ in chunk}.values():
+                await self._writeback.make_durable(space, [key for _, s, key in chunk if s is space])
+            written += len(chunk)
+        _log.info("flushed %d pages, dropped %d that were only in DRAM", written, len(dirty) - written)
+
+    async def _sweep_leases(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = time.monotonic()
+            for lease in self.leases.expired(now):
+                self.leases.release(lease)
+            for put in list(self._puts.values()):
+                if put.last_used + self.config.put_idle_s < now:
+                    self.abort_put(put)
+
+    async def _sweep_orphans(self) -> None:
+        """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""
+        loop = asyncio.get_running_loop()
+        known = {space.number: space for space in self._spaces.values()}
+        for number in await loop.run_in_executor(self._readers, self._blob_file.namespace_numbers):
+            if number not in known:
+                async with self._writeback.lock:
+                    await loop.run_in_executor(self._writer, self._blob_file.drop_namespace, number)
+        for space in known.values():
+            found = await loop.run_in_executor(self._readers, self._blob_file.stored_blobs, space.number)
+            orphans = [(space.number, blob, n * self._blob_file.extent_bytes) for blob, n in found if space.blobs.find(blob) < 0]
+            self._trash.blobs += orphans
+            if orphans:
+                _log.info("namespace %s: sweeping %d blobs that no page names", space.id, len(orphans))
+        self._writeback.poke()
+
+    # --- namespaces ----------------------------------------------------------------------------------------------------
+
+    def _new_space(self, number: int, settings: NamespaceSettings) -> Space:
+        return Space(number, settings, self.config.max_pages, self._arena, self._trash, self.stats)
+
+    async def create_namespace(self, settings: NamespaceSettings) -> Space:
+        """The namespace of these settings, made if it is not there. Durable when this returns.
+
+        Raises Conflict if the name is taken by a namespace of another identity or with other settings.
+        """
+        space = self._spaces.get(settings.digest[:16].hex())
+        if space is not None:
+            if space.settings != settings:
+                raise Conflict(f"this namespace exists as {space.settings.name!r} ({space.id}) with another name, recipes or retention")
+            return space
+        for other in self._spaces.values():
+            if other.settings.tenant == settings.tenant and other.settings.name == settings.name:
+                raise Conflict(f"the name {settings.name!r} is taken by {other.id}, which has another model fingerprint or KV spec")
+        space = self._new_space(self._next_number, settings)
+        self._next_number += 1
+        self._spaces[space.id] = space
+        try:
+            async with self._writeback.lock:
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.put_namespace, space.record())
+        except BaseException:
+            self._spaces.pop(space.id, None)
+            raise
+        return space
+
+    def namespaces(self, tenant: str) -> list[Space]:
+        """A tenant's namespaces."""
+        return [s for s in self._spaces.values() if s.settings.tenant == tenant]
+
+    def space(self, tenant: str, name_or_id: str) -> Space:
+        """A tenant's namespace by id or name. Raises UnknownNamespace."""
+        found = self._spaces.get(name_or_id)
+        if found is not None and found.settings.tenant == tenant:
+            return found
+        for space in self.namespaces(tenant):
+            if space.settings.name == name_or_id:
+                return space
+        raise UnknownNamespace(f"no namespace {name_or_id!r}; create it first")
+
+    async def drop_namespace(self, space: Space) -> None:
+        """Forget a namespace and everything in it; its space on both tiers is free when this returns."""
+        space.dropped = True
+        self._spaces.pop(space.id, None)
+        for lease in self.leases.of_space(space):
+            self.leases.release(lease)
+        for put in [p for p in self._puts.values() if p.space is space]:
+            self.abort_put(put)
+        blobs = space.blobs
+        rows = np.unique(space.tree.parts_of(space.tree.live_slots()).blob)
+        blobs.pages[rows] = blobs.durable_pages[rows] = 0
+        blobs.on_ssd[rows] = False
+        for row in rows.tolist():
+            space.settle(row)
+        async with self._writeback.lock:
+            self._trash.records[:] = [item for item in self._trash.records if item[0] != space.number]
+            self._trash.blobs[:] = [item for item in self._trash.blobs if item[0] != space.number]
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._writer, self._journal.drop_namespace, space.number)
+            await loop.run_in_executor(self._writer, self._blob_file.drop_namespace, space.number)
+        await self._residency.announce_room()
+
+    # --- reading -------------------------------------------------------------------------------------------------------
+
+    def match(self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False) -> Match:
+        """The longest prefix of `tokens` that is in the store. Without a lease it changes nothing and is no use of the pages."""
+        tokens = as_token_bytes(tokens)
+        path = space.tree.match(tokens, extras)
+        self.stats.matches += 1
+        self.stats.asked_tokens += len(tokens) // 4
+        self.stats.matched_tokens += path.pages * space.spec.page_tokens
+        lease = None
+        if lease_s and path.pages:
+            path = space.tree.open_path(path, tokens, extras)
+            lease = self.leases.grant(owner, space, path, time.monotonic(), lease_s)
+            self._use(space, path)
+        if not parts:
+            return Match(path.pages, path.pages * space.spec.page_tokens, -1, lease, None)
+        slots = space.tree.path_slots(path)
+        table, in_dram = self._part_table(space, slots)
+        return Match(path.pages, path.pages * space.spec.page_tokens, in_dram, lease, table)
+
+    def _use(self, space: Space, path: Path) -> None:
+        self._tick += 1
+        space.tree.touch(space.tree.path_slots(path), self._tick)
+
+    @staticmethod
+    def _part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
+        columns = space.tree.parts_of(slots)
+        resident = space.blobs.slot[columns.blob] != NO_SLOT
+        in_dram = len(slots) - len(np.unique(columns.page[~resident]))
+        geometry = np.concatenate([columns.component[:, np.newaxis].astype(np.uint16), columns.ranges], axis=1)
+        counts = np.bincount(columns.page, minlength=len(slots)).astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        runs: list[PartRun] = []
+        page = 0
+        while page < len(slots):
+            mine = geometry[starts[page] : starts[page + 1]]
+            end = _same_geometry_until(geometry, counts, starts, page)
+            runs.append(PartRun(page, end - page, tuple(PartRange(*(int(x) for x in row)) for row in mine)))
+            page = end
+        return PartTable(tuple(runs), space.blobs.ids_of(columns.blob)), in_dram
+
+    def find_blob(self, space: Space, blob_id: bytes) -> int:
+        """The row of a blob; NotFound if the namespace has no such blob."""
+        row = space.blobs.find(blob_id) if len(blob_id) == DIGEST_BYTES else -1
+        if row < 0:
+            self.stats.fetch_misses += 1
+            raise NotFound(f"blob {blob_id.hex()} is not in this namespace: it was evicted, or never there")
+        return row
+
+    def hold_resident(self, space: Space, row: int) -> Held | None:
+        """Pin a blob that is in DRAM; None if it is not."""
+        return self._residency.hold_resident(space, row)
+
+    async def hold(self, space: Space, row: int) -> Held:
+        """Pin a blob in memory, wherever it is now (see Residency.hold)."""
+        return await self._residency.hold(space, row)
+
+    def discard_bad_copy(self, space: Space, row: int) -> None:
+        """A slice did not verify while it was served."""
+        self._residency.discard_bad_copy(space, row)
+
+    def renew_lease(self, owner: int, lease_id: int, ttl_s: float) -> Lease:
+        """Let a lease end `ttl_s` seconds from now."""
+        return self.leases.renew(owner, lease_id, time.monotonic(), ttl_s)
+
+    def release_lease(self, owner: int, lease_id: int) -> None:
+        """End a lease."""
+        self.leases.release(self.leases.get(owner, lease_id))
+
+    # --- writing -------------------------------------------------------------------------------------------------------
+
+    async def begin_put(self, owner: int, space: Space, request: PutRequest) -> Put:
+        """Start a put: check it, find out which of its pages are missing, and take DRAM slots for them.
+
+        Raises MissingParent, Busy or NoSpace; then nothing is held.
+        """
+        put = Put(secrets.randbits(63), owner, space, request, self._arena)
+        self._check_put(put)
+        path = space.tree.match(request.tokens, request.extras)
+        if path.pages < request.first_page:
+            raise MissingParent(f"the put starts at page {request.first_page}, but the store has {path.pages} pages of its prefix")
+        first = min(path.pages, put.total_pages)
+        parent_key = space.tree.key_at(path)
+        put.needs_from(first, space.tree.pin(path) if path.pages else None, b"")
+        self._puts[put.handle] = put
+        try:
+            put.keys = await self._page_keys(parent_key, put)
+            for _ in range(put.page_count):
+                for part, size in enumerate(put.stored_sizes):
+                    put.add_slot(part, await self._residency.allocate(space, size))
+            if space.dropped:
+                raise UnknownNamespace(f"namespace {space.settings.name!r} was dropped")
+        except BaseException as error:
+            self.stats.puts_busy += isinstance(error, Busy)
+            self.stats.puts_no_space += isinstance(error, NoSpace)
+            self.abort_put(put)
+            raise
+        return put
+
+    def _check_put(self, put: Put) -> None:
+        request, space = put.request, put.space
+        check_cover(space.spec, request.ranges)
+        pages = put.total_pages - request.first_page
+        if len(request.put_id) != DIGEST_BYTES:
+            raise BadRequest(f"the put id is {len(request.put_id)} bytes, not {DIGEST_BYTES}")
+        if len(request.tokens) % space.tree.pages.token_bytes:
+            raise BadRequest(f"a put covers whole pages of {space.spec.page_tokens} tokens, not {len(request.tokens) / 4:g} tokens")
+        if not 0 < pages <= MAX_PUT_PAGES or request.first_page < 0:
+            raise BadRequest(f"a put of {pages} pages: give 1 to {MAX_PUT_PAGES}")
+        needed = pages * sum(Arena.slot_class("", size).slot_bytes for size in put.stored_sizes)
+        if needed > self.config.dram_bytes:
+            self.stats.puts_no_space += 1
+            raise NoSpace(f"a put of {needed} bytes does not fit into a DRAM tier of {self.config.dram_bytes}: put fewer pages at once")
+        if request.ack is Ack.DURABLE and pages * sum(self._blob_file.footprint(s) for s in put.stored_sizes) > self.config.ssd_bytes:
+            self.stats.puts_no_space += 1
+            raise NoSpace(f"a durable put of {needed} bytes does not fit into an SSD tier of {self.config.ssd_bytes}")
+
+    async def _page_keys(self, parent: bytes, put: Put) -> bytes:
+        width, tokens, extras = put.space.tree.pages.token_bytes, put.request.tokens, put.request.extras
+        keys = []
+        for page in range(put.first_needed, put.total_pages):
+            parent = page_key(parent, tokens[page * width : (page + 1) * width] + extras.get(page, NO_EXTRA))
+            keys.append(parent)
+            if len(keys) % _YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+        return b"".join(keys)
+
+    def get_put(self, owner: int, handle: int) -> Put:
+        """An owner's own put under way; NotFound otherwise."""
+        put = self._puts.get(handle)
+        if put is None or put.owner != owner:
+            raise NotFound(f"put {handle} does not exist: it was committed, aborted, or timed out")
+        put.last_used = time.monotonic()
+        return put
+
+    async def commit_put(self, put: Put) -> PutResult:
+        """Make the put's pages visible, and wait until they are durable if it asks for that.
+
+        If NoSpace comes from the second step, the pages can be read but are not promised to stay.
+        """
+        try:
+            result = put.commit()
+        except BaseException:
+            self.abort_put(put)
+            raise
+        self._puts.pop(put.handle, None)
+        self.stats.puts += 1
+        self.stats.put_pages += result.new_pages
+        self.stats.put_exists_pages += result.existing_pages
+        self.stats.put_bytes += put.payload_bytes
+        space, request = put.space, put.request
+        path = space.tree.match(request.tokens, request.extras)
+        self._use(space, path)
+        if request.ack is Ack.DURABLE:
+            await self._promise(space, path)
+        return result
+
+    async def _promise(self, space: Space, path: Path) -> None:
+        slots = space.tree.path_slots(path)
+        retain = space.tree.pages.retain
+        retain[slots] = np.maximum(retain[slots], int(time.time()) + space.settings.retention_s)
+        done = await self._writeback.make_durable(space, [space.tree.key_at(path)], rewrite=True)
+        if not done:
+            raise NotFound("the pages were removed before they became durable: put them again")
+
+    def abort_put(self, put: Put) -> None:
+        """End a put that was not committed. Nothing of it is left."""
+        if self._puts.pop(put.handle, None) is not None:
+            self.stats.puts_aborted += 1
+        put.close()
+
+    def release_owner(self, owner: int) -> None:
+        """A client is gone: its leases end, and its puts leave nothing."""
+        self.leases.release_owner(owner)
+        for put in [p for p in self._puts.values() if p.owner == owner]:
+            self.abort_put(put)
+
+    # --- looking on ----------------------------------------------------------------------------------------------------
+
+    def usage(self) -> dict[str, Usage]:
+        """Usage by tier."""
+        return {"dram": self._arena.usage(), "ssd": self._blob_file.usage()}
+
+    @property
+    def puts_open(self) -> int:
+        """Puts under way."""
+        return len(self._puts)
+
+    @property
+    def backlog(self) -> int:
+        """Pages waiting to be written to SSD."""
+        return self._writeback.backlog
+
+
+def _same_geometry_until(geometry: npt.NDArray[np.uint16], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], page: int) -> int:
+    """The first page after `page` whose parts have another geometry."""
+    per_page = int(counts[page])
+    mine = geometry[starts[page] : starts[page + 1]]
+    differing = np.flatnonzero(counts[page:] != per_page)
+    end = page + int(differing[0]) if len(differing) else len(counts)
+    rows = geometry[starts[page] : starts[end]].reshape(end - page, per_page, 5)
+    differing = np.flatnonzero((rows != mine).any(axis=(1, 2)))
+    return page + int(differing[0]) if len(differing) else end
+
+
+def _report_death(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("the background task %s died", task.get_name(), exc_info=error)

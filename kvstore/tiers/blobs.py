@@ -1,0 +1,97 @@
+"""The blob table of one namespace: which blobs exist, in which tiers, and who needs them. Pure bookkeeping in columns.
+
+Stored form of a blob, in a DRAM slot and on SSD alike: the payload, then its digest table (16 bytes a slice). The blob id
+is the digest of the table, so whoever holds the id can verify everything.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.columns import SlotAllocator, column, reserve
+from kvstore.digests import DIGEST_BYTES
+from kvstore.hash_index import HashIndex
+from kvstore.kvspec import SliceLayout
+
+NO_SLOT = -1
+
+
+class BlobTable:
+    """One row a blob: `pages` and `durable_pages` count the pages (with a journal record) that need it, `pins` the
+    transfers that use it; `slot` is its DRAM slot or -1, `on_ssd` whether its bytes are durably there.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.slots = SlotAllocator(capacity, "blobs")
+        self._id_memory = reserve(capacity * DIGEST_BYTES)
+        self._index = HashIndex()
+        self.pages: npt.NDArray[np.int32] = column(capacity, np.int32)
+        self.durable_pages: npt.NDArray[np.int32] = column(capacity, np.int32)
+        self.pins: npt.NDArray[np.int32] = column(capacity, np.int32)
+        self.slot: npt.NDArray[np.int64] = column(capacity, np.int64)
+        self.on_ssd: npt.NDArray[np.bool_] = column(capacity, np.bool_)
+        self._layout: npt.NDArray[np.uint16] = column(capacity, np.uint16)
+        self._layouts: list[SliceLayout] = []
+        self._layout_numbers: dict[SliceLayout, int] = {}
+
+    ROW_BYTES = DIGEST_BYTES + 4 + 4 + 4 + 8 + 1 + 2
+
+    @property
+    def count(self) -> int:
+        """Blobs in the table."""
+        return self.slots.used
+
+    def memory(self) -> int:
+        """Bytes in use, the index included."""
+        return self.slots.high * self.ROW_BYTES + self._index.nbytes
+
+    def find(self, blob_id: bytes) -> int:
+        """The row of a blob, or -1."""
+        for row in self._index.candidates(int.from_bytes(blob_id[:8], "little")):
+            if self.id_of(row) == blob_id:
+                return row
+        return -1
+
+    def id_of(self, row: int) -> bytes:
+        """The blob id in a row."""
+        return self._id_memory[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
+
+    def ids_of(self, rows: npt.NDArray[np.int32]) -> bytes:
+        """Blob ids of several rows, 16 bytes each."""
+        table = np.frombuffer(self._id_memory, np.uint8, self.slots.high * DIGEST_BYTES).reshape(-1, DIGEST_BYTES)
+        return table[rows].tobytes()
+
+    def layout_of(self, row: int) -> SliceLayout:
+        """How the blob's payload is cut into slices."""
+        return self._layouts[int(self._layout[row])]
+
+    def stored_of(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Bytes of the stored form of several blobs."""
+        sizes = np.array([stored_bytes(layout) for layout in self._layouts], np.int64)
+        return sizes[self._layout[rows]]
+
+    def add(self, blob_id: bytes, layout: SliceLayout) -> int:
+        """A new row, in no tier and needed by nobody."""
+        row = self.slots.allocate()
+        self._id_memory[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES] = blob_id
+        self.pages[row] = self.durable_pages[row] = self.pins[row] = 0
+        self.slot[row] = NO_SLOT
+        self.on_ssd[row] = False
+        number = self._layout_numbers.get(layout)
+        if number is None:
+            number = self._layout_numbers[layout] = len(self._layouts)
+            self._layouts.append(layout)
+        self._layout[row] = number
+        self._index.add(int.from_bytes(blob_id[:8], "little"), row)
+        return row
+
+    def remove(self, row: int) -> None:
+        """Forget a blob that is in no tier, needed and used by nobody."""
+        if self.pages[row] or self.pins[row] or self.slot[row] != NO_SLOT or self.on_ssd[row]:
+            raise AssertionError(f"blob row {row} is still in use")
+        self._index.remove(int.from_bytes(self.id_of(row)[:8], "little"), row)
+        self.slots.free(row)
+
+
+def stored_bytes(layout: SliceLayout) -> int:
+    """Bytes of a blob's stored form: payload and digest table."""
+    return layout.payload_bytes + DIGEST_BYTES * layout.count

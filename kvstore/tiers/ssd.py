@@ -1,0 +1,145 @@
+"""The SSD tier: blobs in LMDB, cut into extents of one size, so that freed pages are reused without growth.
+
+Blocking: call from an executor thread; writes from one thread only. No read transaction outlives a call. A batch is
+durable when `commit` returns. LMDB has no checksums: what is read is verified against the blob id before it is given out.
+"""
+
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lmdb
+import numpy as np
+
+from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
+from kvstore.errors import Corrupt, DataDirError, NotFound
+from kvstore.kvspec import SliceLayout
+from kvstore.tiers import Usage
+
+_KEY = struct.Struct(">I16sH")
+_PAGE_HEADER = 16
+"""LMDB's header on a run of overflow pages: an extent and its header fill whole pages."""
+
+DEFAULT_EXTENT_BYTES = (64 << 10) - _PAGE_HEADER
+
+
+@dataclass(slots=True)
+class BlobBatch:
+    """Changes to commit together; deletions come first. Blobs are named by (namespace number, blob id)."""
+
+    delete: list[tuple[int, bytes, int]] = field(default_factory=list)
+    """(namespace number, blob id, stored bytes)."""
+    put: list[tuple[int, bytes, memoryview]] = field(default_factory=list)
+    """(namespace number, blob id, stored form)."""
+
+    def __bool__(self) -> bool:
+        return bool(self.delete or self.put)
+
+
+class BlobFile:
+    """One LMDB environment of extents. `capacity` bounds the bytes of extents; the file may be a tenth larger."""
+
+    def __init__(self, path: Path, capacity: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.capacity = capacity
+        self.extent_bytes = extent_bytes
+        map_bytes = capacity + capacity // 10 + (256 << 20)
+        try:
+            self._env = lmdb.open(str(path), map_size=map_bytes, mode=0o600, readahead=False, max_spare_txns=8, max_readers=126)
+        except lmdb.Error as error:
+            raise DataDirError(f"the blob file in {path} can't be opened: {error}") from error
+        self._env.reader_check()
+        self._extents: int = self._env.stat()["entries"]
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def usage(self) -> Usage:
+        """Capacity, and the bytes of all extents."""
+        return Usage(self.capacity, self._extents * self.extent_bytes)
+
+    def footprint(self, stored: int) -> int:
+        """Bytes that a blob of `stored` bytes takes up."""
+        return self._extent_count(stored) * self.extent_bytes
+
+    def _extent_count(self, stored: int) -> int:
+        return -(-stored // self.extent_bytes)
+
+    def commit(self, batch: BlobBatch) -> None:
+        """Apply a batch in one transaction; it is durable when this returns. Raises lmdb.Error or OSError, nothing done."""
+        with self._env.begin(write=True) as txn:
+            for number, blob, stored in batch.delete:
+                for extent in range(self._extent_count(stored)):
+                    txn.delete(_KEY.pack(number, blob, extent))
+            for number, blob, data in batch.put:
+                for extent, offset in enumerate(range(0, len(data), self.extent_bytes)):
+                    piece: memoryview | bytes = data[offset : offset + self.extent_bytes]
+                    if len(piece) < self.extent_bytes:
+                        piece = bytes(piece).ljust(self.extent_bytes, b"\0")
+                    txn.put(_KEY.pack(number, blob, extent), piece)
+        self._extents = self._env.stat()["entries"]
+
+    def read(self, number: int, blob: bytes, layout: SliceLayout, target: memoryview) -> None:
+        """Copy a blob's stored form into `target` and verify all of it.
+
+        Raises NotFound if an extent is missing, Corrupt if the bytes are not the blob's.
+        """
+        out = np.frombuffer(target, np.uint8)
+        with self._env.begin(buffers=True) as txn:
+            for extent, offset in enumerate(range(0, len(out), self.extent_bytes)):
+                value = txn.get(_KEY.pack(number, blob, extent))
+                if value is None:
+                    raise NotFound(f"blob {blob.hex()} is not on SSD")
+                wanted = out[offset : offset + self.extent_bytes]
+                if len(value) < len(wanted):
+                    raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
+                np.copyto(wanted, np.frombuffer(value, np.uint8, len(wanted)))
+        verify_stored(blob, layout, target)
+
+    def stored_blobs(self, number: int) -> list[tuple[bytes, int]]:
+        """Every (blob id, extents) of a namespace as the file has it."""
+        prefix, found = number.to_bytes(4, "big"), []
+        with self._env.begin() as txn, txn.cursor() as cursor:
+            more = cursor.set_range(prefix)
+            while more and cursor.key()[:4] == prefix:
+                blob, extents = cursor.key()[4:20], 0
+                while more and cursor.key()[:20] == prefix + blob:
+                    extents += 1
+                    more = cursor.next()
+                found.append((blob, extents))
+        return found
+
+    def namespace_numbers(self) -> list[int]:
+        """The namespace numbers that have extents in the file."""
+        numbers = []
+        with self._env.begin() as txn, txn.cursor() as cursor:
+            found = cursor.first()
+            while found:
+                number = int.from_bytes(cursor.key()[:4], "big")
+                numbers.append(number)
+                found = number < 0xFFFFFFFF and cursor.set_range((number + 1).to_bytes(4, "big"))
+        return numbers
+
+    def drop_namespace(self, number: int, batch: int = 4096) -> None:
+        """Delete all extents of a namespace, in bounded transactions."""
+        prefix = number.to_bytes(4, "big")
+        more = True
+        while more:
+            deleted = 0
+            with self._env.begin(write=True) as txn, txn.cursor() as cursor:
+                more = cursor.set_range(prefix) and cursor.key()[:4] == prefix
+                while more and deleted < batch:
+                    deleted += cursor.delete()
+                    more = cursor.key()[:4] == prefix
+            self._extents = self._env.stat()["entries"]
+
+
+def verify_stored(blob: bytes, layout: SliceLayout, stored: memoryview) -> None:
+    """Raise Corrupt unless a stored form is that of the blob: its table gives the id, its slices give the table."""
+    table = stored[layout.payload_bytes : layout.payload_bytes + DIGEST_BYTES * layout.count]
+    if blob_id(table) != blob:
+        raise Corrupt(f"blob {blob.hex()}: its digest table does not verify")
+    for index, (offset, size) in enumerate(zip(layout.offsets, layout.sizes, strict=False)):
+        if slice_digest(stored[offset : offset + size]) != table[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+            raise Corrupt(f"blob {blob.hex()}: slice {index} does not verify")
