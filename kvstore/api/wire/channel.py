@@ -17,6 +17,8 @@ _BUFFER = 16 << 10
 _DIRECT = 4 << 10
 """Reads of at least so many bytes go straight to their destination."""
 _GATHER = 64
+_BULK = 16 << 10
+_SPINS = 40
 
 
 class Channel:
@@ -30,6 +32,7 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._buffer = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0
+        self._spins = 0
 
     def close(self) -> None:
         """Close the socket; a read or write under way fails."""
@@ -105,13 +108,33 @@ class Channel:
         return self._end > 0
 
     async def _receive(self, target: memoryview, *, or_end: bool = False) -> int:
-        try:
-            count = await self._loop.sock_recv_into(self.sock, target)
-        except OSError as error:
-            raise ConnectionLost(f"the connection broke: {error}") from error
+        count = await self._receive_spinning(target) if self._spins else None
+        if count is None:
+            try:
+                count = await self._loop.sock_recv_into(self.sock, target)
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error}") from error
         if count == 0 and not or_end:
             raise ConnectionLost("the peer closed the connection in the middle of a frame")
+        if count >= _BULK:
+            self._spins = _SPINS
         return count
+
+    async def _receive_spinning(self, target: memoryview) -> int | None:
+        """Try a few turns of the loop before sleeping: while bulk is flowing, the next bytes are microseconds away.
+
+        A sleep costs the sender a wake-up for every segment, which halves the throughput in a virtual machine
+        (docs/decisions/0005-spin-before-sleep.md). None, and no more spinning until bulk flows again, if nothing came.
+        """
+        for _ in range(self._spins):
+            try:
+                return self.sock.recv_into(target)
+            except BlockingIOError:
+                await asyncio.sleep(0)
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error}") from error
+        self._spins = 0
+        return None
 
     # --- writing -------------------------------------------------------------------------------------------------------
 
