@@ -267,6 +267,10 @@ class Store:
         """A tenant's namespaces."""
         return [s for s in self._spaces.values() if s.settings.tenant == tenant]
 
+    def all_spaces(self) -> list[Space]:
+        """The namespaces of all tenants, for those who watch over the daemon."""
+        return list(self._spaces.values())
+
     def space(self, tenant: str, name_or_id: str) -> Space:
         """A tenant's namespace by id or name. Raises UnknownNamespace."""
         found = self._spaces.get(name_or_id)

@@ -1,0 +1,55 @@
+"""Prometheus metrics, collected from the store when they are asked for."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore.api.data_plane import DataPlane
+from kvstore.store import Store
+from kvstore.store.stats import Stats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class StoreCollector(Collector):
+    """Reads a store's counters and gauges."""
+
+    def __init__(self, store: Store, data_plane: DataPlane) -> None:
+        self._store = store
+        self._data_plane = data_plane
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, named `kvstore_*`."""
+        for field in fields(Stats):
+            text = field.name.replace("_", " ")
+            yield CounterMetricFamily(f"kvstore_{field.name}", f"Total of {text} since start", value=getattr(self._store.stats, field.name))
+        used = GaugeMetricFamily("kvstore_tier_used_bytes", "Bytes in use", labels=["tier"])
+        capacity = GaugeMetricFamily("kvstore_tier_capacity_bytes", "Bytes the tier may hold", labels=["tier"])
+        for tier, usage in self._store.usage().items():
+            used.add_metric([tier], usage.used)
+            capacity.add_metric([tier], usage.capacity)
+        yield from (used, capacity)
+        pages = GaugeMetricFamily("kvstore_pages", "Pages in the tree", labels=["namespace"])
+        blobs = GaugeMetricFamily("kvstore_blobs", "Blobs in the tiers", labels=["namespace"])
+        for space in self._store.all_spaces():
+            pages.add_metric([space.id], space.tree.page_count)
+            blobs.add_metric([space.id], space.blobs.count)
+        yield from (pages, blobs)
+        for name, text, value in (
+            ("leases", "Leases held by clients", len(self._store.leases)),
+            ("puts_open", "Puts under way", self._store.puts_open),
+            ("writeback_backlog_pages", "Pages waiting to be written to SSD", self._store.backlog),
+            ("sessions", "Client sessions", len(self._data_plane.sessions)),
+            ("connections", "Data-plane connections", self._data_plane.connection_count),
+        ):
+            yield GaugeMetricFamily(f"kvstore_{name}", text, value=value)
+
+
+def render(store: Store, data_plane: DataPlane) -> bytes:
+    """The metrics page."""
+    registry = CollectorRegistry()
+    registry.register(StoreCollector(store, data_plane))
+    return generate_latest(registry)

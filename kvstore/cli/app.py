@@ -1,0 +1,45 @@
+"""The commands, put together, and what becomes of errors."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvstore import __version__
+from kvstore.cli import data, namespaces, serve, watch
+from kvstore.errors import KVStoreError
+
+app = typer.Typer(
+    name="kvstore",
+    help="A store for the attention state (KV cache) of LLM services.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(serve.serve)
+app.command()(watch.status)
+app.command()(watch.top)
+app.add_typer(namespaces.app, name="ns")
+app.command()(data.put)
+app.command()(data.get)
+app.command()(data.match)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvstore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line. Errors that the store knows end in one line on standard error and exit code 1."""
+    try:
+        app()
+    except KVStoreError as error:
+        print(f"kvstore: {error.code}: {error.message}", file=sys.stderr)
+        sys.exit(1)

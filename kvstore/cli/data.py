@@ -1,0 +1,86 @@
+"""`kvstore put`, `get` and `match`: pages by hand."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from kvstore.cli.common import DEFAULT_DATA, EndpointOption, JsonOption, TokensOption, parse_tokens, print_json, size_text
+from kvstore.errors import BadRequest, NotFound
+from kvstore_client import Client
+
+NamespaceArgument = Annotated[str, typer.Argument(help="Namespace, by name or id.")]
+
+
+def put(
+    namespace: NamespaceArgument,
+    tokens: TokensOption,
+    data: Annotated[Path, typer.Option("--data", "-d", help="File with the bytes of the pages from --first-page on.")],
+    first_page: Annotated[int, typer.Option(help="First page to put; those before must be in the store.")] = 0,
+    durable: Annotated[bool, typer.Option("--durable", help="Wait until a power cut can't take them.")] = False,
+    endpoint: EndpointOption = DEFAULT_DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Put the whole pages of a prefix; tokens past the last whole page are left out."""
+    ids = parse_tokens(tokens)
+    with Client(endpoint) as client:
+        space = client.namespace(namespace)
+        pages = len(ids) // space.spec.page_tokens
+        if not pages:
+            raise BadRequest(f"{len(ids)} tokens do not fill a page of {space.spec.page_tokens}")
+        try:
+            content = np.fromfile(data, np.uint8)
+        except OSError as error:
+            raise BadRequest(f"can't read {data}: {error}") from error
+        started = time.perf_counter()
+        done = space.put(ids[: pages * space.spec.page_tokens], content, first_page=first_page, durable=durable)
+        seconds = time.perf_counter() - started
+    if as_json:
+        print_json({"new_pages": done.new_pages, "existing_pages": done.existing_pages, "bytes": len(content), "seconds": seconds})
+    else:
+        typer.echo(f"{done.new_pages} new pages, {done.existing_pages} were there; {size_text(len(content))} in {seconds * 1000:.1f} ms")
+
+
+def get(
+    namespace: NamespaceArgument,
+    tokens: TokensOption,
+    out: Annotated[Path, typer.Option("--out", "-o", help="File for the bytes of the matched pages; - for standard output.")],
+    endpoint: EndpointOption = DEFAULT_DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch the longest prefix that is in the store. Exit code 1 if there is none."""
+    ids = parse_tokens(tokens)
+    with Client(endpoint) as client:
+        space = client.namespace(namespace)
+        with space.match(ids) as match:
+            if not match.pages:
+                raise NotFound(f"no page of this prefix is in {namespace}")
+            content = np.empty(match.pages * space.spec.page_bytes, np.uint8)
+            started = time.perf_counter()
+            space.fetch(match, content)
+            seconds = time.perf_counter() - started
+            pages, matched = match.pages, match.tokens
+    if str(out) == "-":
+        sys.stdout.buffer.write(content.tobytes())
+        return
+    content.tofile(out)
+    if as_json:
+        print_json({"pages": pages, "tokens": matched, "bytes": len(content), "seconds": seconds})
+    else:
+        typer.echo(f"{pages} pages ({matched} of {len(ids)} tokens), {size_text(len(content))} in {seconds * 1000:.1f} ms")
+
+
+def match(namespace: NamespaceArgument, tokens: TokensOption, endpoint: EndpointOption = DEFAULT_DATA, as_json: JsonOption = False) -> None:
+    """Say how much of a prefix is in the store, and where. Changes nothing."""
+    ids = parse_tokens(tokens)
+    with Client(endpoint) as client:
+        space = client.namespace(namespace)
+        found = space.match(ids, lease_s=0)
+        pages, matched, in_dram = found.pages, found.tokens, found.dram_pages
+    if as_json:
+        print_json({"pages": pages, "tokens": matched, "asked_tokens": len(ids), "dram_pages": in_dram})
+    else:
+        typer.echo(f"{matched} of {len(ids)} tokens: {pages} pages, {in_dram} in DRAM and {pages - in_dram} on SSD")

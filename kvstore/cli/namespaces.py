@@ -1,0 +1,105 @@
+"""`kvstore ns`: namespaces."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, print_json, size_text
+from kvstore.errors import BadRequest
+from kvstore.kvspec import DTYPE_BYTES, Component, KVSpec
+from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
+
+app = typer.Typer(help="Create, list, describe and drop namespaces.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_namespaces(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None:
+    """List the namespaces."""
+    items = http_json(http, "/v1/namespaces")["items"]
+    if as_json:
+        print_json(items)
+        return
+    table = Table("name", "id", "pages", "in DRAM", "page tokens", "page bytes", "recipes")
+    for item in items:
+        spec = KVSpec.from_dict(item["spec"])
+        table.add_row(
+            item["name"], item["id"], f"{item['pages']:,}", size_text(item["dram_bytes"]), str(spec.page_tokens),
+            size_text(spec.page_bytes), "on" if item["recipes"] else "off",
+        )  # fmt: skip
+    Console().print(table if items else "no namespaces yet; create one with `kvstore ns create`")
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Argument(help="A name, unique among yours.")],
+    layers: Annotated[int, typer.Option(help="Layers that keep KV state.")],
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")],
+    head_dim: Annotated[int, typer.Option(help="Elements a head.")],
+    model: Annotated[str, typer.Option(help="MODEL@REVISION, the revision a commit hash or version.")] = "",
+    model_folder: Annotated[Path | None, typer.Option(help="Compute the model fingerprint from this folder instead.")] = None,
+    fingerprint: Annotated[str, typer.Option(help="Give the model fingerprint itself instead.")] = "",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPE_BYTES)}.")] = "bf16",
+    planes: Annotated[int, typer.Option(help="2 for keys and values, 1 for a compressed latent.")] = 2,
+    page_tokens: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    recipes: Annotated[bool, typer.Option("--recipes", help="Allow token ids on disk, so that pages can be rebuilt.")] = False,
+    retention: Annotated[int, typer.Option(help="Seconds that durable pages are kept at least.")] = 86_400,
+    http: HttpOption = DEFAULT_HTTP,
+    as_json: JsonOption = False,
+) -> None:
+    """Create a namespace, or show it if it is there already."""
+    spec = KVSpec(page_tokens, (Component("full", layers, kv_heads, head_dim, dtype, planes),))
+    body = {
+        "name": name,
+        "fingerprint": _fingerprint(model, model_folder, fingerprint, dtype),
+        "spec": spec.to_dict(),
+        "recipes": recipes,
+        "retention_s": retention,
+    }
+    made = http_json(http, "/v1/namespaces", method="POST", body=body)
+    if as_json:
+        print_json(made)
+    else:
+        typer.echo(f"{made['name']} is {made['id']}: pages of {spec.page_tokens} tokens, {size_text(spec.page_bytes)} each")
+
+
+def _fingerprint(model: str, folder: Path | None, fingerprint: str, dtype: str) -> str:
+    if sum((bool(model), folder is not None, bool(fingerprint))) != 1:
+        raise BadRequest("say which weights the bytes depend on: one of --model NAME@REVISION, --model-folder or --fingerprint")
+    if fingerprint:
+        return fingerprint
+    if folder is not None:
+        return fingerprint_folder(folder, settings={"kv_dtype": dtype})
+    name, at, revision = model.rpartition("@")
+    if not at:
+        raise BadRequest(f"--model is NAME@REVISION, not {model!r}: a name alone does not fix the weights")
+    return fingerprint_revision(name, revision, settings={"kv_dtype": dtype})
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(help="Name or id.")], http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None:
+    """Describe a namespace."""
+    info = http_json(http, f"/v1/namespaces/{name}")
+    if as_json:
+        print_json(info)
+        return
+    table = Table(show_header=False)
+    for key, value in info.items():
+        table.add_row(key.replace("_", " "), str(value))
+    Console().print(table)
+
+
+@app.command()
+def drop(
+    name: Annotated[str, typer.Argument(help="Name or id.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    http: HttpOption = DEFAULT_HTTP,
+) -> None:
+    """Forget a namespace and everything in it; its space comes back at once."""
+    info = http_json(http, f"/v1/namespaces/{name}")
+    if not yes:
+        typer.confirm(f"Drop {info['name']} ({info['id']}) with {info['pages']:,} pages?", abort=True)
+    http_json(http, f"/v1/namespaces/{info['id']}", method="DELETE")
+    typer.echo(f"dropped {info['name']}")

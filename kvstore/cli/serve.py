@@ -1,0 +1,43 @@
+"""`kvstore serve`."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.config import load_config
+
+
+def serve(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file; see docs/configuration.md.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Journal and blobs [default: ~/.local/share/kvstore].")] = None,
+    dram: Annotated[str | None, typer.Option(help="DRAM tier, for example 64GiB [default: a quarter of what is available].")] = None,
+    ssd: Annotated[str | None, typer.Option(help="SSD tier [default: half of the free disk, at most 256 GiB].")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Data plane port, 0 for any [default: 7421].")] = None,
+    http_port: Annotated[int | None, typer.Option(help="HTTP port, 0 for any [default: 7420].")] = None,
+    unix_socket: Annotated[Path | None, typer.Option(help="Unix socket [default: kvstore.sock in the data directory].")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [default: info].")] = None,
+) -> None:
+    """Run the daemon until SIGTERM or Ctrl-C.
+
+    Needs no configuration; it logs what it chose. Everything can also be set in the TOML file, or as KVSTORE_* in the
+    environment (KVSTORE_DRAM=64GiB). Flags win over the environment, and that over the file.
+    """
+    flags = {
+        "data_dir": data_dir,
+        "dram": dram,
+        "ssd": ssd,
+        "host": host,
+        "port": port,
+        "http_port": http_port,
+        "unix_socket": unix_socket,
+        "log_level": log_level,
+    }
+    settings = load_config(flags, config)
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    from kvstore.daemon import serve as run  # the other commands start faster without the daemon's imports
+
+    asyncio.run(run(settings))

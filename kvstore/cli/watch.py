@@ -1,0 +1,87 @@
+"""`kvstore status` and `kvstore top`: looking at a running daemon."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, print_json, size_text
+
+_RATES = (
+    ("matches", "matches/s", False),
+    ("fetch_bytes", "fetched", True),
+    ("put_bytes", "put", True),
+    ("demoted_stored_bytes", "to SSD", True),
+    ("promoted_stored_bytes", "from SSD", True),
+)
+
+
+def status(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None:
+    """Show a daemon's tiers, namespaces and totals."""
+    stat = http_json(http, "/v1/stat")
+    if as_json:
+        print_json(stat)
+        return
+    Console().print(f"kvstore {stat['version']}, up {stat['uptime_s']:.0f} s, at {', '.join(stat['endpoints'])}")
+    Console().print(_tiers(stat), _namespaces(stat), _totals(stat))
+
+
+def top(
+    http: HttpOption = DEFAULT_HTTP,
+    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between looks.")] = 1.0,
+    count: Annotated[int, typer.Option(min=0, help="Stop after so many looks; 0 for never.")] = 0,
+) -> None:
+    """Watch a daemon live: tiers, rates and namespaces. Ctrl-C ends it."""
+    last: dict[str, Any] | None = None
+    last_time = 0.0
+    looks = 0
+    try:
+        with Live(console=Console(), refresh_per_second=4) as live:
+            while not count or looks < count:
+                now, stat = time.monotonic(), http_json(http, "/v1/stat")
+                live.update(Group(_tiers(stat), _rates(stat, last, now - last_time), _namespaces(stat)))
+                last, last_time = stat, now
+                looks += 1
+                if looks != count:
+                    time.sleep(interval)
+    except KeyboardInterrupt:
+        return
+
+
+def _tiers(stat: dict[str, Any]) -> Table:
+    table = Table("tier", "used", "capacity", "")
+    for name, usage in stat["tiers"].items():
+        bar = ProgressBar(total=usage["capacity"], completed=usage["used"], width=30)
+        table.add_row(name, size_text(usage["used"]), size_text(usage["capacity"]), bar)
+    return table
+
+
+def _rates(stat: dict[str, Any], last: dict[str, Any] | None, seconds: float) -> Table:
+    table = Table(*(title for _, title, _ in _RATES), "leases", "puts open", "backlog", "clients")
+    cells = []
+    for field, _, is_bytes in _RATES:
+        rate = 0.0 if last is None else (stat["totals"][field] - last["totals"][field]) / seconds
+        cells.append(f"{size_text(rate)}/s" if is_bytes else f"{rate:.0f}")
+    table.add_row(
+        *cells, str(stat["leases"]), str(stat["puts_open"]), str(stat["writeback_backlog_pages"]), str(stat["sessions"])
+    )  # fmt: skip
+    return table
+
+
+def _namespaces(stat: dict[str, Any]) -> Table:
+    table = Table("namespace", "id", "pages", "blobs", "in DRAM")
+    for item in stat["namespaces"]:
+        table.add_row(item["name"], item["id"], f"{item['pages']:,}", f"{item['blobs']:,}", size_text(item["dram_bytes"]))
+    return table
+
+
+def _totals(stat: dict[str, Any]) -> Table:
+    table = Table("since start", "")
+    for name, value in stat["totals"].items():
+        if value:
+            table.add_row(name.replace("_", " "), size_text(value) if name.endswith("bytes") else f"{value:,}")
+    return table
