@@ -89,7 +89,7 @@ class Config(BaseModel):
             if size and size < _MIN_TIER:
                 raise ValueError(f"{name} is {size} bytes, less than 1 MiB")
         if (self.extent + 16) % 4096:
-            raise ValueError(f"extent is {self.extent}: choose 16 less than a multiple of 4096, such as 65520, so that LMDB wastes nothing")
+            raise ValueError(f"extent is {self.extent}: choose 16 less than a multiple of 4096, such as 69616, so that LMDB wastes nothing")
         return self
 
     def store_config(self) -> StoreConfig:

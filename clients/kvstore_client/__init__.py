@@ -1,24 +1,26 @@
 """The kvstore SDK: an asynchronous client, and a blocking one on the same core."""
 
-from kvstore.digests import extra_digest
-from kvstore.errors import (
+from kvstore.api.wire import (
     BadDigest,
     BadRequest,
     Busy,
+    Component,
     Conflict,
     ConnectionLost,
     Corrupt,
     DeadlineExceeded,
+    KVSpec,
     KVStoreError,
     MissingParent,
     NoSpace,
     NotFound,
+    PartRange,
     ProtocolError,
     UnknownNamespace,
     Unsupported,
     VersionMismatch,
+    extra_digest,
 )
-from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore_client.blocking import Client
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient, Match, Namespace, PutResult
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from kvstore.kvspec import KVSpec, PartRange
+from kvstore.api.wire import KVSpec, PartRange
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient, Extras, PutResult, Tokens
 from kvstore_client.client import Match as AsyncMatch
 from kvstore_client.client import Namespace as AsyncNamespace

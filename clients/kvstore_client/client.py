@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import MAX_BULK_PAYLOAD, FrameType
+from kvstore.api.wire import (
+    DIGEST_BYTES,
+    MAX_BULK_PAYLOAD,
+    BadRequest,
+    Busy,
+    ConnectionLost,
+    DeadlineExceeded,
+    FrameType,
+    KVSpec,
+    NotFound,
+    PartRange,
+)
 from kvstore.api.wire.messages import (
     Commit,
     Committed,
@@ -30,9 +41,6 @@ from kvstore.api.wire.messages import (
     PutReady,
     PutStart,
 )
-from kvstore.digests import DIGEST_BYTES
-from kvstore.errors import BadRequest, Busy, ConnectionLost, DeadlineExceeded, NotFound
-from kvstore.kvspec import KVSpec, PartRange
 from kvstore_client.plan import FetchPlan, Item, Stripe, page_items
 from kvstore_client.pool import Pool
 

@@ -7,10 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvstore.api.wire import DATA_META, PROTOCOL_VERSION, SLICES_META, Channel, FrameType, Header, encode, pack, unpack
+from kvstore.api.wire import (
+    DATA_META,
+    PROTOCOL_VERSION,
+    SLICES_META,
+    BadRequest,
+    Channel,
+    ConnectionLost,
+    FrameType,
+    Header,
+    KVStoreError,
+    ProtocolError,
+    encode,
+    error_from_code,
+    pack,
+    unpack,
+)
 from kvstore.api.wire.messages import Cancel, ErrorReply, Fetched, FetchRequest, Hello, Message, Welcome
 from kvstore.api.wire.runs import pack_runs
-from kvstore.errors import BadRequest, ConnectionLost, KVStoreError, ProtocolError, error_from_code
 from kvstore_client.plan import Stripe
 
 M = TypeVar("M", bound=Message)

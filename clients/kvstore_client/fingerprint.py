@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from hashlib import file_digest, sha256
 from pathlib import Path
 
-from kvstore.errors import BadRequest
-from kvstore.kvspec import canonical_json
+from kvstore.api.wire import BadRequest, canonical_json
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 _CONFIGS = ("config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json")

@@ -3,10 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvstore.api.wire import Piece, Run, cut
-from kvstore.digests import DIGEST_BYTES, blob_id
-from kvstore.errors import BadRequest, Corrupt
-from kvstore.kvspec import KVSpec, PartRange, SliceLayout
+from kvstore.api.wire import DIGEST_BYTES, BadRequest, Corrupt, KVSpec, PartRange, Piece, Run, SliceLayout, blob_id, cut
 
 MIN_STRIPE = 1 << 20
 MAX_STRIPE = 4 << 20

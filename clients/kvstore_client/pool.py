@@ -5,7 +5,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from kvstore.errors import ConnectionLost, NotFound
+from kvstore.api.wire import ConnectionLost, NotFound
 from kvstore_client.connection import Connection
 
 T = TypeVar("T")

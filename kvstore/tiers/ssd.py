@@ -20,7 +20,8 @@ _KEY = struct.Struct(">I16sH")
 _PAGE_HEADER = 16
 """LMDB's header on a run of overflow pages: an extent and its header fill whole pages."""
 
-DEFAULT_EXTENT_BYTES = (64 << 10) - _PAGE_HEADER
+DEFAULT_EXTENT_BYTES = (68 << 10) - _PAGE_HEADER
+"""A little over 64 KiB, so that a blob whose payload is a power of two finds room for its digests in the last extent."""
 
 
 @dataclass(slots=True)

@@ -18,9 +18,33 @@ from kvstore.api.wire.frames import (
 )
 from kvstore.api.wire.messages import pack, unpack
 from kvstore.api.wire.runs import Piece, Run, check_run, cut, pack_runs, unpack_runs
+from kvstore.digests import DIGEST_BYTES, blob_id, extra_digest, slice_digest
+from kvstore.errors import (
+    BadDigest,
+    BadRequest,
+    Busy,
+    Cancelled,
+    Conflict,
+    ConnectionLost,
+    Corrupt,
+    DeadlineExceeded,
+    KVStoreError,
+    MissingParent,
+    NoSpace,
+    NotFound,
+    ProtocolError,
+    UnknownNamespace,
+    Unsupported,
+    VersionMismatch,
+    error_from_code,
+)
+from kvstore.kvspec import Component, KVSpec, PartRange, SliceLayout, canonical_json
 
 __all__ = [
-    "DATA_META", "MAX_BULK_PAYLOAD", "MAX_CONTROL_PAYLOAD", "MAX_PIECES", "PROTOCOL_VERSION", "SLICES_META",
-    "Channel", "FrameType", "Header", "Piece", "Run", "check_run", "cut", "decode_header", "encode", "pack", "pack_runs",
-    "unpack", "unpack_runs",
+    "DATA_META", "DIGEST_BYTES", "MAX_BULK_PAYLOAD", "MAX_CONTROL_PAYLOAD", "MAX_PIECES", "PROTOCOL_VERSION", "SLICES_META",
+    "BadDigest", "BadRequest", "Busy", "Cancelled", "Channel", "Component", "Conflict", "ConnectionLost", "Corrupt",
+    "DeadlineExceeded", "FrameType", "Header", "KVSpec", "KVStoreError", "MissingParent", "NoSpace", "NotFound", "PartRange",
+    "Piece", "ProtocolError", "Run", "SliceLayout", "UnknownNamespace", "Unsupported", "VersionMismatch", "blob_id",
+    "canonical_json", "check_run", "cut", "decode_header", "encode", "error_from_code", "extra_digest", "pack", "pack_runs",
+    "slice_digest", "unpack", "unpack_runs",
 ]  # fmt: skip

@@ -1,0 +1,89 @@
+"""A real daemon in a process of its own, for the demo, the benchmarks and the tests."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+from kvstore.api.wire import ConnectionLost
+
+_READY_S = 60.0
+_STOP_S = 60.0
+
+
+class DaemonProcess:
+    """`kvstore serve` on free loopback ports. A context manager; the end is a clean stop unless `kill` came before.
+
+    `endpoint` is the data plane's address, `http` the control plane's URL, `lines` the last log lines.
+    """
+
+    def __init__(self, data_dir: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self.data_dir = data_dir
+        self.endpoint = ""
+        self.unix_endpoint = ""
+        self.http = ""
+        self.lines: deque[str] = deque(maxlen=200)
+        self._ready = threading.Event()
+        command = [sys.executable, "-m", "kvstore", "serve", "--data-dir", str(data_dir), "--port", "0", "--http-port", "0", *arguments]
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**inherited, **(environment or {})})
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.lines.append(line.rstrip())
+            if found := re.search(r"control plane on (http://\S+)", line):
+                self.http = found[1]
+            if found := re.search(r"data plane on (\S+?)(?:, (unix:\S+))?$", line.rstrip()):
+                self.endpoint, self.unix_endpoint = found[1], found[2] or ""
+                self._ready.set()
+        self._ready.set()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def wait_ready(self, timeout: float = _READY_S) -> "DaemonProcess":
+        """Wait until it serves. Raises ConnectionLost with its last words if it does not."""
+        deadline = time.monotonic() + timeout
+        if not self._ready.wait(max(0.0, deadline - time.monotonic())) or not self.endpoint:
+            self.kill()
+            raise ConnectionLost("the daemon did not start: " + " | ".join(list(self.lines)[-3:]))
+        return self
+
+    def wait_exit(self, timeout: float = _STOP_S) -> int:
+        """Wait until it ends by itself. Returns its exit code."""
+        code = self._process.wait(timeout)
+        self._reader.join()
+        return code
+
+    def stop(self, timeout: float = _STOP_S) -> int:
+        """A clean stop (SIGTERM). Returns the exit code."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        return self.wait_exit(timeout)
+
+    def kill(self) -> None:
+        """Kill it at once (SIGKILL)."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self.wait_exit()
+
+    def __enter__(self) -> "DaemonProcess":
+        return self.wait_ready()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._process.poll() is None:
+            try:
+                self.stop()
+            except subprocess.TimeoutExpired:
+                self.kill()
