@@ -7,6 +7,7 @@ from kvstore.api.wire import DIGEST_BYTES, BadRequest, Corrupt, KVSpec, PartRang
 
 MIN_STRIPE = 1 << 20
 MAX_STRIPE = 4 << 20
+LONE_STRIPE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,7 @@ class FetchPlan:
         self.nbytes = sum(i.run.length * i.run.count for i in items)
         self._tables = [bytearray(DIGEST_BYTES * i.layout.count) for i in items]
         self._missing = [i.layout.count for i in items]
-        size = min(MAX_STRIPE, max(MIN_STRIPE, self.nbytes // (2 * connections)))
-        self.stripes = list(_stripes(items, size))
+        self.stripes = list(_stripes(items, _stripe_bytes(self.nbytes, connections)))
 
     def arrived(self, stripe: Stripe, first: int, digests: list[bytes], claimed: bytes) -> None:
         """Pieces of a stripe arrived with these digests. Raises Corrupt if they are not what the daemon sent."""
@@ -103,6 +103,13 @@ class FetchPlan:
         for item, table, missing in zip(self.items, self._tables, self._missing, strict=True):
             if missing == 0 and blob_id(table) != item.blob:
                 raise Corrupt(f"what arrived for blob {item.blob.hex()} is another blob")
+
+
+def _stripe_bytes(total: int, connections: int) -> int:
+    """Small enough that a slow link can take fewer stripes than the others; a single link has nothing to share."""
+    if connections == 1:
+        return LONE_STRIPE
+    return min(MAX_STRIPE, max(MIN_STRIPE, total // (2 * connections)))
 
 
 def _stripes(items: list[Item], size: int) -> Iterator[Stripe]:
