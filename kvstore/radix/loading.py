@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvstore.kvspec import PartRange
 from kvstore.radix.journal import RecordGroup
 from kvstore.radix.pages import DURABLE, Slots
-from kvstore.radix.tree import NewPages, RadixTree
+from kvstore.radix.tree import ROOT, NewPages, RadixTree
 
 BlobsOf = Callable[[npt.NDArray[np.void]], Slots]
 """Turns part records (rows of pages, columns of parts) into blob numbers of the same shape."""
@@ -37,7 +37,18 @@ def load_tree(tree: RadixTree, groups: list[RecordGroup], blobs_of: BlobsOf) -> 
         group, rows = forest.locate(run)
         _insert_run(tree, group, rows, forest.parent_key(run[0], tree.root_key), blobs_of)
         pages += len(run)
+    _restore_retention(tree)
     return LoadResult(pages, orphans)
+
+
+def _restore_retention(tree: RadixTree) -> None:
+    """A page is kept at least as long as the pages below it; a record only says what was promised of its own page."""
+    nodes, retain = tree.nodes, tree.pages.retain
+    for node in reversed(nodes.subtree(ROOT)[1:]):
+        run = retain[nodes.start[node] : nodes.start[node] + nodes.count[node]]
+        below = [int(retain[nodes.start[c]]) for c in nodes.children_of(node)]
+        run[-1] = max([int(run[-1]), *below])
+        run[:] = np.maximum.accumulate(run[::-1])[::-1]
 
 
 def _insert_run(tree: RadixTree, group: RecordGroup, rows: Slots, parent_key: bytes, blobs_of: BlobsOf) -> None:

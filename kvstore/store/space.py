@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.digests import KEY_BYTES
 from kvstore.errors import BadRequest, Unsupported
 from kvstore.kvspec import KVSpec, PartRange, SliceLayout, namespace_digest
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord, RecordGroup
@@ -286,20 +285,5 @@ class Space:
             return rows
 
         result = load_tree(self.tree, groups, blobs_of)
-        self._restore_retention()
         self._trash.records += [(self.number, key) for key in result.orphans]
         return result
-
-    def _restore_retention(self) -> None:
-        """A page is kept at least as long as the pages below it; records only say what each was promised itself."""
-        nodes, retain = self.tree.nodes, self.tree.pages.retain
-        for node in reversed(nodes.subtree(0)[1:]):
-            run = retain[nodes.start[node] : nodes.start[node] + nodes.count[node]]
-            below = [int(retain[nodes.start[c]]) for c in nodes.children_of(node)]
-            run[-1] = max([int(run[-1]), *below])
-            run[:] = np.maximum.accumulate(run[::-1])[::-1]
-
-
-def key_run(keys: bytes) -> list[bytes]:
-    """Concatenated page keys as a list."""
-    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]

@@ -1,0 +1,76 @@
+"""Columns: the slot and range allocators and the hash index, against simple models."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.columns import RangeAllocator, SlotAllocator
+from kvstore.errors import NoSpace
+from kvstore.hash_index import HashIndex
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 1 << 30)), max_size=80))
+def test_ranges_never_overlap_and_coalesce(steps: list[tuple[bool, int, int]]) -> None:
+    ranges = RangeAllocator(200, "pages")
+    held: list[tuple[int, int]] = []
+    for allocate, length, pick in steps:
+        if allocate:
+            try:
+                start = ranges.allocate(length)
+            except NoSpace:
+                continue
+            assert all(start + length <= s or s + n <= start for s, n in held)
+            assert start + length <= 200
+            held.append((start, length))
+        elif held:
+            start, length = held.pop(pick % len(held))
+            cut = pick % (length + 1)  # any part of a run may be freed alone
+            ranges.free(start + cut, length - cut)
+            ranges.free(start, cut)
+        assert ranges.used == sum(n for _, n in held)
+        free = sorted(ranges.free_ranges.items())
+        assert all(a + n < b for (a, n), (b, _) in pairwise(free)), "free neighbours were not joined"
+    for start, length in held:
+        ranges.free(start, length)
+    assert ranges.used == ranges.high == 0
+
+
+def test_a_range_grows_in_place_only_into_free_slots() -> None:
+    ranges = RangeAllocator(100, "pages")
+    first, second = ranges.allocate(10), ranges.allocate(10)
+    assert not ranges.extend(first + 10, 1)
+    assert ranges.extend(second + 10, 5)
+    ranges.free(second, 15)
+    assert ranges.extend(first + 10, 90)
+    assert not ranges.extend(first + 100, 1)
+
+
+def test_slots_are_used_again_and_bounded() -> None:
+    slots = SlotAllocator(5, "parts")
+    taken = slots.allocate_many(4)
+    slots.free_many(taken[1:3])
+    assert sorted(slots.allocate_many(3).tolist()) == [1, 2, 4]
+    with pytest.raises(NoSpace):
+        slots.allocate()
+    with pytest.raises(NoSpace):
+        slots.allocate_many(1)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=300), st.integers(1, 8))
+def test_hash_index_is_a_multimap(steps: list[tuple[bool, int]], bits: int) -> None:
+    index, model = HashIndex(), set[tuple[int, int]]()
+    for add, slot in steps:
+        hash64 = (slot * 0x9E3779B97F4A7C15) & ((1 << bits) - 1) << 6  # few distinct hashes: long probe chains in one shard
+        if add and (hash64, slot) not in model:
+            index.add(hash64, slot)
+            model.add((hash64, slot))
+        elif not add and (hash64, slot) in model:
+            index.remove(hash64, slot)
+            model.discard((hash64, slot))
+        assert len(index) == len(model)
+    for hash64, slot in model:
+        assert slot in index.candidates(hash64)
+    with pytest.raises(KeyError):
+        index.remove(1, 1000)

@@ -1,0 +1,46 @@
+"""Dependencies point one way: checked on the imports of every module."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+ALLOWED = {
+    "kvstore/columns.py": {"kvstore.errors"},
+    "kvstore/hash_index.py": set(),
+    "kvstore/kvspec.py": {"kvstore.errors"},
+    "kvstore/digests.py": set(),
+    "kvstore/radix": {"kvstore.radix", "kvstore.columns", "kvstore.hash_index", "kvstore.digests", "kvstore.errors", "kvstore.kvspec"},
+    "kvstore/tiers": {"kvstore.tiers", "kvstore.columns", "kvstore.hash_index", "kvstore.digests", "kvstore.errors", "kvstore.kvspec"},
+    "kvstore/api/wire": {"kvstore.api.wire", "kvstore.digests", "kvstore.errors", "kvstore.kvspec"},
+    "clients/kvstore_client": {"kvstore.api.wire", "kvstore_client"},
+    "clients/kvstore_workers": {"kvstore.api.wire", "kvstore_client", "kvstore_workers"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {name for name in found if name.split(".")[0].startswith("kvstore")}
+
+
+@pytest.mark.parametrize("place", ALLOWED)
+def test_imports(place: str) -> None:
+    files = [ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("*.py"))
+    assert files
+    for file in files:
+        for name in imports(file):
+            assert any(name == ok or name.startswith(ok + ".") for ok in ALLOWED[place]), f"{file.relative_to(ROOT)} imports {name}"
+
+
+def test_the_store_knows_no_sockets() -> None:
+    for file in (ROOT / "kvstore/store").rglob("*.py"):
+        source = file.read_text()
+        assert "import socket" not in source
+        assert "kvstore.api" not in source

@@ -1,0 +1,78 @@
+"""The arena: memfd segments cut into slots, within a strict budget."""
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.tiers.dram import Arena, SlotClass, create_segment
+
+
+def fill(arena: Arena, slot_class: SlotClass, most: int = 10_000) -> list[int]:
+    """Allocate until there is no room."""
+    found: list[int] = []
+    while len(found) < most:
+        slot = arena.allocate(slot_class)
+        if slot is None:
+            slots = arena.reserve_segment(slot_class)
+            if not slots:
+                break
+            arena.add_segment(create_segment(slot_class, slots))
+            continue
+        found.append(slot)
+    return found
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_slots_are_apart_and_within_the_budget() -> None:
+    before = descriptors()
+    arena = Arena(1 << 20, segment_bytes=1 << 18)
+    slot_class = Arena.slot_class("t", 10_000)
+    slots = fill(arena, slot_class)
+    assert len(slots) == (1 << 20) // slot_class.slot_bytes
+    assert arena.usage().used == len(slots) * slot_class.slot_bytes <= 1 << 20
+    for number, slot in enumerate(slots):
+        arena.view(slot)[:] = bytes([number]) * slot_class.slot_bytes
+    assert all(bytes(arena.view(s)) == bytes([n]) * slot_class.slot_bytes for n, s in enumerate(slots))
+    for slot in slots:
+        arena.free(slot)
+    assert arena.usage().used == 0
+    arena.close()
+    assert descriptors() == before
+
+
+def test_empty_segments_are_given_back_to_other_sizes_and_tenants() -> None:
+    arena = Arena(1 << 20, segment_bytes=1 << 18)
+    small, large, foreign = Arena.slot_class("t", 4096), Arena.slot_class("t", 100_000), Arena.slot_class("u", 4096)
+    held = fill(arena, small)
+    assert not fill(arena, large)
+    for slot in held:
+        arena.free(slot)
+    taken = fill(arena, large)
+    assert len(taken) >= 8
+    for slot in taken:
+        arena.free(slot)
+    assert len(fill(arena, foreign)) == (1 << 20) // 4096
+    arena.close()
+
+
+def test_a_view_outlives_the_segment() -> None:
+    arena = Arena(1 << 20)
+    slot_class = Arena.slot_class("t", 1000)
+    view = arena.view(fill(arena, slot_class, 1)[0])
+    view[:3] = b"abc"
+    arena.close()
+    assert bytes(view[:3]) == b"abc"
+
+
+def test_a_slot_larger_than_a_segment_gets_one_of_its_own() -> None:
+    arena = Arena(8 << 20, segment_bytes=1 << 20)
+    assert len(fill(arena, Arena.slot_class("t", 3 << 20))) == 2
+    arena.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 255, 256, 257, 65536])
+def test_slot_sizes_are_rounded_up(nbytes: int) -> None:
+    assert nbytes <= Arena.slot_class("t", nbytes).slot_bytes < nbytes + 256

@@ -1,0 +1,97 @@
+"""The SSD tier on real LMDB files."""
+
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
+from kvstore.errors import Corrupt, NotFound
+from kvstore.kvspec import SliceLayout
+from kvstore.tiers.ssd import BlobBatch, BlobFile, verify_stored
+
+LAYOUT = SliceLayout((5000, 5000, 3000))
+
+
+def make(seed: int, layout: SliceLayout = LAYOUT) -> tuple[bytes, memoryview]:
+    payload = np.random.default_rng(seed).bytes(layout.payload_bytes)
+    table = b"".join(slice_digest(payload[o : o + s]) for o, s in zip(layout.offsets, layout.sizes, strict=False))
+    return blob_id(table), memoryview(payload + table)
+
+
+@pytest.fixture
+def blob_file(tmp_path: Path) -> BlobFile:
+    return BlobFile(tmp_path, 16 << 20, extent_bytes=4080)
+
+
+def read(blob_file: BlobFile, number: int, blob: bytes) -> bytes:
+    target = bytearray(LAYOUT.payload_bytes + DIGEST_BYTES * LAYOUT.count)
+    blob_file.read(number, blob, LAYOUT, memoryview(target))
+    return bytes(target)
+
+
+def test_blobs_come_back_and_space_is_accounted(blob_file: BlobFile) -> None:
+    made = [make(seed) for seed in range(20)]
+    blob_file.commit(BlobBatch(put=[(1, *m) for m in made]))
+    assert all(read(blob_file, 1, blob) == bytes(data) for blob, data in made)
+    footprint = blob_file.footprint(len(made[0][1]))
+    assert blob_file.usage().used == 20 * footprint
+    blob_file.commit(BlobBatch(put=[(1, *made[0])]))
+    assert blob_file.usage().used == 20 * footprint, "a blob written twice was counted twice"
+    blob_file.commit(BlobBatch(delete=[(1, blob, len(data)) for blob, data in made[:15]]))
+    assert blob_file.usage().used == 5 * footprint
+    with pytest.raises(NotFound):
+        read(blob_file, 1, made[0][0])
+    with pytest.raises(NotFound):
+        read(blob_file, 2, made[19][0])
+    assert {blob for blob, _ in blob_file.stored_blobs(1)} == {blob for blob, _ in made[15:]}
+
+
+def test_deleted_space_is_used_again_without_growth(blob_file: BlobFile, tmp_path: Path) -> None:
+    sizes = []
+    for generation in range(30):
+        old = [make(generation * 50 + i) for i in range(50)]
+        blob_file.commit(BlobBatch(put=[(1, *m) for m in old]))
+        blob_file.commit(BlobBatch(delete=[(1, blob, len(data)) for blob, data in old]))
+        sizes.append((tmp_path / "data.mdb").stat().st_size)
+    assert sizes[-1] <= 1.1 * sizes[4]
+
+
+def test_a_namespace_is_dropped_alone(blob_file: BlobFile) -> None:
+    blob, data = make(1)
+    blob_file.commit(BlobBatch(put=[(1, blob, data), (2, blob, data), (3, blob, data)]))
+    assert blob_file.namespace_numbers() == [1, 2, 3]
+    blob_file.drop_namespace(2, batch=1)
+    assert blob_file.namespace_numbers() == [1, 3]
+    assert read(blob_file, 3, blob) == bytes(data)
+
+
+def test_changed_bytes_are_never_given_out(blob_file: BlobFile, tmp_path: Path) -> None:
+    blob, data = make(1)
+    rng = np.random.default_rng(2)
+    for _ in range(60):
+        changed = bytearray(data)
+        bit = int(rng.integers(len(changed) * 8))
+        changed[bit // 8] ^= 1 << bit % 8
+        blob_file.commit(BlobBatch(put=[(1, blob, memoryview(bytes(changed)))]))
+        with pytest.raises(Corrupt):
+            read(blob_file, 1, blob)
+
+
+def test_a_short_extent_is_noticed(blob_file: BlobFile, tmp_path: Path) -> None:
+    blob, data = make(1)
+    blob_file.commit(BlobBatch(put=[(1, blob, data)]))
+    blob_file.close()
+    with lmdb.open(str(tmp_path), map_size=64 << 20) as env, env.begin(write=True) as txn, txn.cursor() as cursor:
+        assert cursor.first()
+        cursor.put(cursor.key(), b"short")
+    with pytest.raises(Corrupt):
+        read(BlobFile(tmp_path, 16 << 20, extent_bytes=4080), 1, blob)
+
+
+def test_the_whole_table_counts() -> None:
+    blob, data = make(1)
+    verify_stored(blob, LAYOUT, data)
+    with pytest.raises(Corrupt):
+        verify_stored(make(2)[0], LAYOUT, data)
