@@ -56,6 +56,7 @@ class Residency:
         self._growing: dict[SlotClass, asyncio.Task[None]] = {}
         self._loading: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._staging = asyncio.Semaphore(_STAGING_BLOBS)
+        self._moving = False
         self.writeback: Writeback
 
     # --- allocation ----------------------------------------------------------------------------------------------------
@@ -219,6 +220,11 @@ class Residency:
             space.lose_blob(row)
         self.writeback.poke()
 
+    @property
+    def moving(self) -> bool:
+        """Whether the mover is at work, or about to be."""
+        return self._moving or self._wake.is_set()
+
     # --- the mover -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -226,12 +232,14 @@ class Residency:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            self._moving = True
             while (wanted := self._watermarks.excess(self._arena.usage(), self._demand)) > 0:
                 freed = await self._reclaim(wanted)
                 await self.announce_room()
                 await asyncio.sleep(0.001)  # those who wait take their slots before anything more is evicted
                 if not freed:
                     break
+            self._moving = False
 
     async def _reclaim(self, wanted: int) -> int:
         victims = self._victims(wanted)

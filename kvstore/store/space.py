@@ -99,6 +99,10 @@ class Space:
         """Bytes of a blob's stored form."""
         return stored_bytes(self.blobs.layout_of(row))
 
+    def slot_bytes(self, slot: int) -> int:
+        """Bytes that a DRAM slot takes up."""
+        return self._arena.slot_bytes(slot)
+
     def set_slot(self, row: int, slot: int) -> None:
         """Record that a blob is in a DRAM slot."""
         self.blobs.slot[row] = slot

@@ -40,6 +40,7 @@ _log = logging.getLogger("kvstore.store")
 MAX_PUT_PAGES = 4096
 _YIELD_EVERY = 256
 _SWEEP_S = 0.5
+_SETTLE_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +184,15 @@ class Store:
         with contextlib.suppress(KVStoreError):
             await self._flush()
         await self._writeback.stop(self._writeback_task)
+        await asyncio.to_thread(self._close_files)
+        self._arena.close()
+        self._dir.close()
+
+    def _close_files(self) -> None:
         self._writer.shutdown()
         self._readers.shutdown()
         self._journal.close()
         self._blob_file.close()
-        self._arena.close()
-        self._dir.close()
 
     async def _flush(self) -> None:
         """Write what is only in DRAM, the most recently used first, as far as `shutdown_s` allows."""
@@ -485,6 +489,11 @@ class Store:
     def usage(self) -> dict[str, Usage]:
         """Usage by tier."""
         return {"dram": self._arena.usage(), "ssd": self._blob_file.usage()}
+
+    async def settle(self) -> None:
+        """Wait until nothing is being moved, written or deleted."""
+        while self._residency.moving or not self._writeback.idle:  # noqa: ASYNC110 - for onlookers; nobody should pay for an event
+            await asyncio.sleep(_SETTLE_POLL_S)
 
     @property
     def puts_open(self) -> int:

@@ -70,6 +70,11 @@ class Writeback:
         """Pages waiting to be written."""
         return len(self._queue)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is waiting and no batch is under way."""
+        return not (self._queue or self._trash or self.lock.locked())
+
     def poke(self) -> None:
         """There may be something to delete."""
         self._wake.set()

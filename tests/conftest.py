@@ -1,0 +1,46 @@
+"""Fixtures: the watchdog on blocking calls, and real daemons."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blockbuster import BlockBuster, BlockBusterFunction, blockbuster_ctx
+
+from kvstore.radix.journal import Journal
+from kvstore.store.datadir import DataDir
+from kvstore.tiers.ssd import BlobFile
+from kvstore_workers.daemon_process import DaemonProcess
+
+BLOCKING = [
+    *((Journal, name) for name in ("commit", "load", "namespaces", "put_namespace", "drop_namespace", "__init__")),
+    *((BlobFile, name) for name in ("commit", "read", "stored_blobs", "namespace_numbers", "drop_namespace", "__init__")),
+    (DataDir, "__init__"),
+]
+
+
+@pytest.fixture
+def never_blocks() -> Iterator[BlockBuster]:
+    """Fail on a blocking call in the event loop's thread: the standard ones, and every entry into LMDB."""
+    with blockbuster_ctx() as watchdog:
+        for owner, name in BLOCKING:
+            watchdog.functions[f"{owner.__name__}.{name}"] = function = BlockBusterFunction(owner, name)
+            function.activate()
+        yield watchdog
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A daemon that the tests of a module share."""
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), "--dram", "64MiB", "--ssd", "256MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    """A data directory for a daemon of one test."""
+    return tmp_path / "data"
+
+
+def pytest_report_header() -> str:
+    return f"kvstore tests: real daemons with {sys.executable}"

@@ -1,0 +1,349 @@
+"""The whole store in process, on a real disk, against a simple model; every invariant recomputed after each step."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Coroutine
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstore.digests import slice_digest
+from kvstore.errors import Busy, Conflict, MissingParent, NoSpace, NotFound, UnknownNamespace, Unsupported
+from kvstore.kvspec import Component, KVSpec, PartRange
+from kvstore.store import Ack, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
+from kvstore.store.check import check
+from kvstore.tiers.watermarks import Watermarks
+
+T = TypeVar("T")
+
+PAGE_TOKENS = 4
+SPEC = KVSpec(PAGE_TOKENS, (Component("full", 4, 2, 64),), max_slice_bytes=4096)
+PARTS = (PartRange(0, 0, 4, 0, 1), PartRange(0, 0, 2, 1, 2), PartRange(0, 2, 4, 1, 2))
+OWNER = 1
+
+Prefix = tuple[int, ...]
+
+
+def config(data_dir: Path, **changes: Any) -> StoreConfig:
+    defaults: dict[str, Any] = {
+        "dram_bytes": 40 * 5000, "ssd_bytes": 60 * 5000, "max_pages": 20_000, "segment_bytes": 20_000, "extent_bytes": 4080,
+        "put_wait_s": 0.2, "journal_bytes": 64 << 20, "watermarks": Watermarks(0.8, 0.6),
+    }  # fmt: skip
+    return StoreConfig(data_dir=data_dir, **{**defaults, **changes})
+
+
+def settings_named(name: str = "ns", **changes: Any) -> NamespaceSettings:
+    return NamespaceSettings(tenant="default", name=name, fingerprint="model", spec=SPEC, **changes)
+
+
+def tokens_of(prefix: Prefix) -> bytes:
+    return np.array(prefix, np.uint32).repeat(PAGE_TOKENS).tobytes()
+
+
+def page_bytes(prefix: Prefix, version: bytes, part: int) -> bytes:
+    """What a computation with this put id gives for the last page of a prefix: a function of the whole prefix."""
+    seed = blake2b(version + repr((prefix, part)).encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(seed, "little")).bytes(SPEC.part_bytes(PARTS[part]))
+
+
+async def put(store: Store, space: Space, prefix: Prefix, version: bytes, ack: Ack = Ack.MEMORY, first: int = 0) -> PutResult:
+    """A whole put, as a connection would make it."""
+    request = PutRequest(version, tokens_of(prefix), {}, first, PARTS, ack)
+    under_way = await store.begin_put(OWNER, space, request)
+    for page in range(under_way.first_needed, under_way.total_pages):
+        for part, part_range in enumerate(PARTS):
+            data, at = page_bytes(prefix[: page + 1], version, part), 0
+            for index, size in enumerate(SPEC.slice_layout(part_range).sizes):
+                view, sizes = under_way.locate(page, part, index, size, 1)
+                assert sizes == (size,)
+                view[:] = data[at : at + size]
+                digest = slice_digest(view)
+                under_way.received(page, part, index, [digest], digest)
+                at += size
+    return await store.commit_put(under_way)
+
+
+async def read(store: Store, space: Space, prefix: Prefix) -> int:
+    """Match, lease and read a prefix; every byte must be that of the version the tree names. Returns the pages."""
+    match = store.match(space, tokens_of(prefix), {}, owner=OWNER, lease_s=60, parts=True)
+    assert match.parts is not None
+    slots = space.tree.path_slots(space.tree.match(tokens_of(prefix)))
+    versions = [space.tree.version_of(int(slot)) for slot in slots]
+    for index in range(match.pages * len(PARTS)):
+        page, part = divmod(index, len(PARTS))
+        held = await store.hold(space, store.find_blob(space, match.parts.ids[index * 16 : index * 16 + 16]))
+        try:
+            expected = page_bytes(prefix[: page + 1], versions[page], part)
+            assert bytes(held.view[: len(expected)]) == expected, f"wrong bytes in page {page}, part {part}"
+        finally:
+            held.release()
+    if match.lease is not None:
+        store.release_lease(OWNER, match.lease.id)
+    return match.pages
+
+
+prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The model: which prefixes were ever put, and which were acknowledged as durable (those must never be missed)."""
+
+    @initialize(recipes=st.booleans())
+    def start(self, recipes: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
+        self.generation = 0
+        self.loop = asyncio.new_event_loop()
+        self.loop.slow_callback_duration = 60
+        self.ever: set[Prefix] = set()
+        self.durable: set[Prefix] = set()
+        self.put_number = 0
+        self.open()
+        self.run(self.store.create_namespace(settings_named(recipes=recipes)))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+
+    @property
+    def data_dir(self) -> Path:
+        return self.folder / str(self.generation)
+
+    def open(self) -> None:
+        self.store = self.run(Store(config(self.data_dir)).__aenter__())
+
+    @property
+    def space(self) -> Space:
+        return self.store.space("default", "ns")
+
+    @rule(prefix=prefixes, durable=st.sampled_from([False, False, True]), share=st.booleans())
+    def put(self, prefix: Prefix, durable: bool, share: bool) -> None:
+        self.put_number += 1
+        version = (b"shared" if share else b"%d" % self.put_number).ljust(16, b"\0")
+        try:
+            self.run(put(self.store, self.space, prefix, version, Ack.DURABLE if durable else Ack.MEMORY))
+        except (Busy, NoSpace):
+            return
+        finally:
+            self.ever |= {prefix[: n + 1] for n in range(len(prefix))}
+        if durable:
+            self.durable |= {prefix[: n + 1] for n in range(len(prefix))}
+
+    @rule(prefix=prefixes)
+    def read(self, prefix: Prefix) -> None:
+        pages = self.run(read(self.store, self.space, prefix))
+        assert prefix[:pages] in self.ever or not pages
+        promised = max((n for n in range(1, len(prefix) + 1) if prefix[:n] in self.durable), default=0)
+        assert pages >= promised, f"{promised} pages of {prefix} are durable, {pages} were found"
+
+    @rule(prefix=prefixes)
+    def give_up_a_put(self, prefix: Prefix) -> None:
+        async def half() -> None:
+            under_way = await self.store.begin_put(OWNER, self.space, PutRequest(b"x" * 16, tokens_of(prefix), {}, 0, PARTS, Ack.MEMORY))
+            self.store.abort_put(under_way)
+
+        try:
+            self.run(half())
+        except Busy:
+            return
+
+    @rule()
+    def restart(self) -> None:
+        self.run(self.store.__aexit__(None, None, None))
+        self.open()
+
+    @rule()
+    def kill(self) -> None:
+        """What is on disk now, with nothing flushed, is all that the next daemon gets."""
+        old, copy = self.store, self.folder / str(self.generation + 1)
+        shutil.copytree(self.data_dir, copy)
+        self.run(old.__aexit__(None, None, None))
+        self.generation += 1
+        self.open()
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "store"):
+            self.run(self.store.settle())
+            check(self.store)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            for prefix in sorted(self.durable):
+                assert self.run(read(self.store, self.space, prefix)) == len(prefix)
+            self.run(self.store.__aexit__(None, None, None))
+            self.loop.close()
+            shutil.rmtree(self.folder)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@pytest.mark.usefixtures("never_blocks")
+async def test_overflowing_dram_demotes_and_promotes_without_blocking(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+        space = await store.create_namespace(settings_named())
+        contexts = [(i, i + 1, i + 2) for i in range(0, 120, 3)]
+        for number, context in enumerate(contexts):
+            await put(store, space, context, (b"%d" % number).ljust(16))
+        assert store.stats.demoted_pages > 50
+        for context in contexts:
+            assert await read(store, space, context) == 3
+        assert store.stats.promoted_blobs > 50
+        await store.settle()
+        check(store)
+
+
+@pytest.mark.usefixtures("never_blocks")
+async def test_everything_comes_back_after_a_clean_stop(tmp_path: Path) -> None:
+    contexts = [(i, i + 1, i + 2) for i in range(0, 30, 3)]
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+        space = await store.create_namespace(settings_named())
+        for context in contexts:
+            await put(store, space, context, b"v" * 16)
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+        for context in contexts:
+            assert await read(store, store.space("default", "ns"), context) == 3
+        await store.settle()
+        check(store)
+
+
+async def test_retained_pages_are_not_given_up_for_newer_ones(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        kept: list[Prefix] = []
+        try:
+            for number in range(200):
+                await put(store, space, (number,), b"v" * 16, Ack.DURABLE)
+                kept.append((number,))
+        except NoSpace:
+            pass
+        assert 10 < len(kept) < 200
+        for number in range(1000, 1100):
+            try:
+                await put(store, space, (number,), b"v" * 16)
+            except Busy:
+                await asyncio.sleep(0.05)
+        for context in kept:
+            assert await read(store, space, context) == 1
+        await store.settle()
+        check(store)
+
+
+async def test_pages_past_their_retention_make_room(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(retention_s=0))
+        for number in range(200):
+            await put(store, space, (number,), b"v" * 16, Ack.DURABLE)
+        assert await read(store, space, (199,)) == 1
+        assert store.stats.evicted_ssd_pages > 50
+        await store.settle()
+        check(store)
+
+
+async def test_leased_pages_stay(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", ssd_bytes=1 << 20)) as store:
+        space = await store.create_namespace(settings_named(retention_s=0))
+        await put(store, space, (1, 2), b"v" * 16)
+        match = store.match(space, tokens_of((1, 2)), {}, owner=OWNER, lease_s=60, parts=True)
+        for number in range(10, 400):
+            await put(store, space, (number,), b"v" * 16)
+        assert store.match(space, tokens_of((1, 2)), {}, parts=True).dram_pages == 2
+        assert match.lease is not None
+        store.release_owner(OWNER)
+        assert len(store.leases) == 0
+        await store.settle()
+        check(store)
+
+
+async def test_first_commit_wins(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        requests = [PutRequest(v * 16, tokens_of((1, 2)), {}, 0, PARTS, Ack.MEMORY) for v in (b"a", b"b")]
+        both = [await store.begin_put(OWNER, space, request) for request in requests]
+        for under_way in both:
+            for page in range(2):
+                for part, part_range in enumerate(PARTS):
+                    data = page_bytes((1, 2)[: page + 1], under_way.request.put_id, part)
+                    sizes = SPEC.slice_layout(part_range).sizes
+                    view, _ = under_way.locate(page, part, 0, len(data), len(sizes))
+                    view[:] = data
+                    digests = [slice_digest(data[o : o + s]) for o, s in zip(SPEC.slice_layout(part_range).offsets, sizes, strict=False)]
+                    under_way.received(page, part, 0, digests, b"".join(digests))
+        assert await store.commit_put(both[1]) == PutResult(2, 0)
+        assert await store.commit_put(both[0]) == PutResult(0, 2)
+        assert await read(store, space, (1, 2)) == 2
+        assert space.tree.version_of(int(space.tree.path_slots(space.tree.match(tokens_of((1, 2))))[0])) == b"b" * 16
+        check(store)
+
+
+async def test_a_put_needs_its_parent(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        with pytest.raises(MissingParent):
+            await put(store, space, (1, 2, 3), b"v" * 16, first=2)
+        check(store)
+
+
+async def test_namespaces(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", ssd_bytes=2 << 20)) as store:
+        space = await store.create_namespace(settings_named())
+        assert await store.create_namespace(settings_named()) is space
+        with pytest.raises(Conflict):
+            await store.create_namespace(NamespaceSettings("default", "ns", "another model", SPEC))
+        with pytest.raises(Conflict):
+            await store.create_namespace(settings_named("other name"))
+        with pytest.raises(UnknownNamespace):
+            store.space("another tenant", space.id)
+        with pytest.raises(Unsupported):
+            await store.create_namespace(NamespaceSettings("default", "w", "m", KVSpec(4, (Component("window", 1, 1, 8, window=16),))))
+        other = await store.create_namespace(NamespaceSettings("default", "other", "another model", SPEC))
+        for number in range(20):
+            await put(store, space, (number,), b"v" * 16, Ack.DURABLE)
+            await put(store, other, (number,), b"v" * 16, Ack.DURABLE)
+        used = store.usage()
+        await store.drop_namespace(space)
+        assert store.usage()["ssd"].used == used["ssd"].used // 2
+        assert store.usage()["dram"].used <= used["dram"].used
+        assert await read(store, other, (7,)) == 1
+        check(store)
+    async with Store(config(tmp_path / "d")) as store:
+        assert [s.settings.name for s in store.namespaces("default")] == ["other"]
+        assert await read(store, store.space("default", "other"), (7,)) == 1
+        again = await store.create_namespace(settings_named())
+        assert await read(store, again, (7,)) == 0
+
+
+async def test_a_bad_dram_copy_is_replaced_from_ssd(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, (1,), b"v" * 16, Ack.DURABLE)
+        row = store.find_blob(space, space.blobs.id_of(0))
+        held = await store.hold(space, row)
+        held.view[5] ^= 1
+        store.discard_bad_copy(space, row)
+        held.release()
+        assert await read(store, space, (1,)) == 1
+        assert store.stats.corrupt_blobs == 1
+
+
+async def test_a_blob_lost_in_every_tier_is_a_miss(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        slot = int(space.tree.path_slots(space.tree.match(tokens_of((1, 2, 3))))[1])
+        row = space.rows_of(slot)[0]
+        store.discard_bad_copy(space, row)
+        assert await read(store, space, (1, 2, 3)) == 1
+        with pytest.raises(NotFound):
+            store.find_blob(space, b"\xff" * 16)
+        await store.settle()
+        check(store)
