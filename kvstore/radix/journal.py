@@ -18,8 +18,8 @@ import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
-from kvstore.errors import DataDirError
 from kvstore.kvspec import PartRange, canonical_json
+from kvstore.lmdb_files import mark_damaged, open_environment
 
 _NAMESPACE, _PAGE = b"N", b"P"
 _RECORD_VERSION = 1
@@ -113,12 +113,12 @@ class Journal:
     """One LMDB environment. `map_bytes` bounds its file."""
 
     def __init__(self, path: FilePath, map_bytes: int) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            self._env = lmdb.open(str(path), map_size=map_bytes, max_dbs=0, mode=0o600, readahead=False, max_spare_txns=2)
-        except lmdb.Error as error:
-            raise DataDirError(f"the journal in {path} can't be opened: {error}") from error
-        self._env.reader_check()
+        self._path = path
+        self._env = open_environment(path, map_bytes, max_spare_txns=2)
+
+    def mark_damaged(self) -> None:
+        """Have it salvaged when it is opened next."""
+        mark_damaged(self._path)
 
     def close(self) -> None:
         """Close the environment."""

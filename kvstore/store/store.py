@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 
@@ -116,7 +117,7 @@ class Store:
         try:
             await loop.run_in_executor(self._writer, self._open_files)
             self._wire_up()
-            await self._load()
+            await self._load_or_salvage()
         except BaseException:
             self._dir.close()
             self._writer.shutdown(wait=False)
@@ -146,6 +147,23 @@ class Store:
             lambda wanted: self._residency.make_ssd_room(wanted, time.time()), self._arena.view, config.batch_bytes,
         )  # fmt: skip
         self._residency.writeback = self._writeback
+
+    async def _load_or_salvage(self) -> None:
+        try:
+            await self._load()
+        except lmdb.Error as error:
+            _log.error("the journal is damaged (%s): saving what can be read of it", error)
+            self.stats.corrupt_records += 1
+            self._spaces.clear()
+            self._trash.records.clear()
+            await asyncio.get_running_loop().run_in_executor(self._writer, self._reopen_journal)
+            self._writeback.journal = self._journal
+            await self._load()
+
+    def _reopen_journal(self) -> None:
+        self._journal.mark_damaged()
+        self._journal.close()
+        self._journal = Journal(self._dir.journal, self.config.journal_bytes)
 
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()
@@ -224,6 +242,13 @@ class Store:
 
     async def _sweep_orphans(self) -> None:
         """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""
+        try:
+            await self._find_orphans()
+        except lmdb.Error as error:
+            self._blob_file.mark_damaged()
+            _log.error("the blob file is damaged (%s): what can be read of it will be saved at the next start", error)
+
+    async def _find_orphans(self) -> None:
         loop = asyncio.get_running_loop()
         known = {space.number: space for space in self._spaces.values()}
         for number in await loop.run_in_executor(self._readers, self._blob_file.namespace_numbers):
@@ -383,6 +408,7 @@ class Store:
 
         Raises MissingParent, Busy or NoSpace; then nothing is held.
         """
+        check_cover(space.spec, request.ranges)
         put = Put(secrets.randbits(63), owner, space, request, self._arena)
         self._check_put(put)
         path = space.tree.match(request.tokens, request.extras)
@@ -408,7 +434,6 @@ class Store:
 
     def _check_put(self, put: Put) -> None:
         request, space = put.request, put.space
-        check_cover(space.spec, request.ranges)
         pages = put.total_pages - request.first_page
         if len(request.put_id) != DIGEST_BYTES:
             raise BadRequest(f"the put id is {len(request.put_id)} bytes, not {DIGEST_BYTES}")

@@ -54,7 +54,7 @@ class Writeback:
         make_ssd_room: Callable[[int], int], view: Callable[[int], memoryview], batch_bytes: int,
     ) -> None:  # fmt: skip
         self._blob_file = blob_file
-        self._journal = journal
+        self.journal = journal
         self._executor = executor
         self._trash = trash
         self._stats = stats
@@ -132,11 +132,11 @@ class Writeback:
 
     def _write(self, batch: _Batch) -> None:
         if batch.records.delete_pages:
-            self._journal.commit(JournalBatch(delete_pages=batch.records.delete_pages))
+            self.journal.commit(JournalBatch(delete_pages=batch.records.delete_pages))
         if batch.blobs:
             self._blob_file.commit(batch.blobs)
         if batch.records.put_pages:
-            self._journal.commit(JournalBatch(put_pages=batch.records.put_pages))
+            self.journal.commit(JournalBatch(put_pages=batch.records.put_pages))
 
     def _build(self) -> tuple[list[_Request], _Batch]:
         batch, requests = _Batch(), []

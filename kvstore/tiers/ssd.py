@@ -10,10 +10,12 @@ from pathlib import Path
 
 import lmdb
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
-from kvstore.errors import Corrupt, DataDirError, NotFound
+from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
+from kvstore.lmdb_files import STRUCTURAL, mark_damaged, open_environment
 from kvstore.tiers import Usage
 
 _KEY = struct.Struct(">I16sH")
@@ -41,20 +43,20 @@ class BlobFile:
     """One LMDB environment of extents. `capacity` bounds the bytes of extents; the file may be a tenth larger."""
 
     def __init__(self, path: Path, capacity: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path = path
         self.capacity = capacity
         self.extent_bytes = extent_bytes
         map_bytes = capacity + capacity // 10 + (256 << 20)
-        try:
-            self._env = lmdb.open(str(path), map_size=map_bytes, mode=0o600, readahead=False, max_spare_txns=8, max_readers=126)
-        except lmdb.Error as error:
-            raise DataDirError(f"the blob file in {path} can't be opened: {error}") from error
-        self._env.reader_check()
+        self._env = open_environment(path, map_bytes, max_spare_txns=8, max_readers=126)
         self._extents: int = self._env.stat()["entries"]
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+
+    def mark_damaged(self) -> None:
+        """Have it salvaged when it is opened next."""
+        mark_damaged(self._path)
 
     def usage(self) -> Usage:
         """Capacity, and the bytes of all extents."""
@@ -69,24 +71,38 @@ class BlobFile:
 
     def commit(self, batch: BlobBatch) -> None:
         """Apply a batch in one transaction; it is durable when this returns. Raises lmdb.Error or OSError, nothing done."""
-        with self._env.begin(write=True) as txn:
-            for number, blob, stored in batch.delete:
-                for extent in range(self._extent_count(stored)):
-                    txn.delete(_KEY.pack(number, blob, extent))
-            for number, blob, data in batch.put:
-                for extent, offset in enumerate(range(0, len(data), self.extent_bytes)):
-                    piece: memoryview | bytes = data[offset : offset + self.extent_bytes]
-                    if len(piece) < self.extent_bytes:
-                        piece = bytes(piece).ljust(self.extent_bytes, b"\0")
-                    txn.put(_KEY.pack(number, blob, extent), piece)
+        try:
+            with self._env.begin(write=True) as txn:
+                self._apply(txn, batch)
+        except STRUCTURAL:
+            mark_damaged(self._path)
+            raise
         self._extents = self._env.stat()["entries"]
+
+    def _apply(self, txn: lmdb.Transaction, batch: BlobBatch) -> None:
+        for number, blob, stored in batch.delete:
+            for extent in range(self._extent_count(stored)):
+                txn.delete(_KEY.pack(number, blob, extent))
+        for number, blob, data in batch.put:
+            for extent, offset in enumerate(range(0, len(data), self.extent_bytes)):
+                piece: memoryview | bytes = data[offset : offset + self.extent_bytes]
+                if len(piece) < self.extent_bytes:
+                    piece = bytes(piece).ljust(self.extent_bytes, b"\0")
+                txn.put(_KEY.pack(number, blob, extent), piece)
 
     def read(self, number: int, blob: bytes, layout: SliceLayout, target: memoryview) -> None:
         """Copy a blob's stored form into `target` and verify all of it.
 
         Raises NotFound if an extent is missing, Corrupt if the bytes are not the blob's.
         """
-        out = np.frombuffer(target, np.uint8)
+        try:
+            self._copy_out(number, blob, np.frombuffer(target, np.uint8))
+        except lmdb.Error as error:
+            mark_damaged(self._path)
+            raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
+        verify_stored(blob, layout, target)
+
+    def _copy_out(self, number: int, blob: bytes, out: npt.NDArray[np.uint8]) -> None:
         with self._env.begin(buffers=True) as txn:
             for extent, offset in enumerate(range(0, len(out), self.extent_bytes)):
                 value = txn.get(_KEY.pack(number, blob, extent))
@@ -96,7 +112,6 @@ class BlobFile:
                 if len(value) < len(wanted):
                     raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
                 np.copyto(wanted, np.frombuffer(value, np.uint8, len(wanted)))
-        verify_stored(blob, layout, target)
 
     def stored_blobs(self, number: int) -> list[tuple[bytes, int]]:
         """Every (blob id, extents) of a namespace as the file has it."""

@@ -1,0 +1,91 @@
+"""A client made of a plain socket, so that a test can send what the SDK never would."""
+
+import json
+import socket
+import time
+import urllib.request
+from types import TracebackType
+from typing import Any
+
+from kvstore.api.wire import PROTOCOL_VERSION, FrameType, Header, decode_header, encode, pack, unpack
+from kvstore.api.wire.frames import HEADER_BYTES
+from kvstore.api.wire.messages import Empty, ErrorReply, Hello, Message
+from kvstore_client.connection import parse_endpoint
+
+
+class RawClient:
+    """Frames by hand. `hello=False` leaves out the handshake."""
+
+    def __init__(self, endpoint: str, *, hello: bool = True) -> None:
+        family, address = parse_endpoint(endpoint)
+        self.sock = socket.socket(family, socket.SOCK_STREAM)
+        self.sock.settimeout(10)
+        self.sock.connect(address)
+        if hello:
+            self.send(FrameType.HELLO, 0, Hello(versions=[PROTOCOL_VERSION], client="raw"))
+            assert self.receive()[0].type is FrameType.WELCOME
+
+    def __enter__(self) -> "RawClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.sock.close()
+
+    def send_raw(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def send(self, kind: FrameType, request: int, message: Message, payload: bytes = b"") -> None:
+        self.send_raw(b"".join(bytes(b) for b in encode(kind, request, pack(message), payload)))
+
+    def read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            piece = self.sock.recv(count - len(data))
+            if not piece:
+                raise EOFError(f"closed after {len(data)} of {count} bytes")
+            data += piece
+        return data
+
+    def receive(self) -> tuple[Header, bytes, bytes]:
+        """The next frame: header, meta, payload with the digests of a bulk frame."""
+        header = decode_header(self.read(HEADER_BYTES))
+        return header, self.read(header.meta_bytes), self.read(header.payload_bytes + header.trailer_bytes)
+
+    def error(self) -> ErrorReply:
+        """The next frame, which must be an error."""
+        header, meta, _ = self.receive()
+        assert header.type is FrameType.ERROR, header
+        return unpack(ErrorReply, meta)
+
+    def ask(self, kind: FrameType, message: Message, payload: bytes = b"", request: int = 77) -> tuple[Header, bytes, bytes]:
+        self.send(kind, request, message, payload)
+        return self.receive()
+
+    def alive(self) -> bool:
+        return self.ask(FrameType.PING, Empty())[0].type is FrameType.OK
+
+    def closed(self) -> bool:
+        """Whether the daemon closes the connection."""
+        try:
+            while self.sock.recv(4096):
+                pass
+        except ConnectionResetError:
+            pass
+        return True
+
+
+def stat(http: str) -> Any:
+    with urllib.request.urlopen(f"{http}/v1/stat", timeout=10) as response:
+        return json.loads(response.read())
+
+
+def wait_for_baseline(http: str, dram_used: int, timeout: float = 10.0) -> None:
+    """Wait until nothing is held for anybody. The daemon learns of a dead client when its socket says so."""
+    deadline = time.monotonic() + timeout
+    while True:
+        found = stat(http)
+        held = (found["leases"], found["puts_open"], found["sessions"], found["connections"], found["tiers"]["dram"]["used"])
+        if held == (0, 0, 0, 0, dram_used):
+            return
+        assert time.monotonic() < deadline, f"still held: leases, puts, sessions, connections, DRAM = {held}, not {dram_used}"
+        time.sleep(0.02)

@@ -1,0 +1,366 @@
+"""Bad input over real sockets: a typed error or a counted miss each time, the daemon goes on, and nothing is left behind."""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.api.wire import SLICES_META, FrameType, Run, encode, pack, pack_runs, slice_digest, unpack
+from kvstore.api.wire.frames import encode_bulk
+from kvstore.api.wire.messages import (
+    Commit,
+    Committed,
+    ErrorReply,
+    FetchRequest,
+    Hello,
+    LeaseRequest,
+    Matched,
+    MatchRequest,
+    NamespaceName,
+    PutReady,
+    PutStart,
+)
+from kvstore_client import BadRequest, Client, NoSpace
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
+from tests.integration.raw import RawClient, stat, wait_for_baseline
+
+LAYOUT = SPEC.slice_layout(SPEC.whole())
+WHOLE = [(0, 0, 8, 0, 2)]
+
+
+@pytest.fixture
+def raw(daemon: DaemonProcess) -> Iterator[RawClient]:
+    """A raw connection; after the test nothing may be held, and the daemon must serve as before."""
+    with Client(daemon.endpoint, connections=1) as client:
+        namespace = open_namespace(client)
+        namespace.put(context(1), content(context(1)))
+    wait_for_baseline(daemon.http, used := stat(daemon.http)["tiers"]["dram"]["used"])
+    with RawClient(daemon.endpoint) as connection:
+        yield connection
+    wait_for_baseline(daemon.http, used)
+    with Client(daemon.unix_endpoint, connections=1) as client:
+        assert fetch_checked(client.namespace("pages"), context(1)) == 4
+
+
+def code(frame: tuple[Any, bytes, bytes]) -> str:
+    assert frame[0].type is FrameType.ERROR, frame[0]
+    return unpack(ErrorReply, frame[1]).code
+
+
+def start_put(raw: RawClient, seed: int, **changes: Any) -> PutReady:
+    message: dict[str, Any] = {"namespace": "pages", "put_id": b"p" * 16, "first_page": 0, "parts": WHOLE} | changes
+    header, meta, _ = raw.ask(FrameType.PUT, PutStart(**message), context(seed).tobytes())
+    assert header.type is FrameType.PUT_READY, meta
+    return unpack(PutReady, meta)
+
+
+def slices_frame(handle: int, page: int, part: int, first: int, slices: list[bytes], digests: list[bytes] | None = None) -> bytes:
+    payload = b"".join(slices)
+    digests = [slice_digest(s) for s in slices] if digests is None else digests
+    head = encode_bulk(FrameType.SLICES, 5, SLICES_META.pack(handle, page, part, first), len(payload), len(digests))
+    return head + payload + b"".join(digests)
+
+
+def page_slices(seed: int, page: int, salt: bytes = b"") -> list[bytes]:
+    data = content(context(seed), salt=salt)[page * SPEC.page_bytes : (page + 1) * SPEC.page_bytes].tobytes()
+    return [data[o : o + s] for o, s in zip(LAYOUT.offsets, LAYOUT.sizes, strict=False)]
+
+
+def send_all(raw: RawClient, ready: PutReady, seed: int, salt: bytes = b"") -> None:
+    for page in range(ready.first_needed, ready.total_pages):
+        raw.send_raw(slices_frame(ready.handle, page, 0, 0, page_slices(seed, page, salt)))
+
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [1, 5, 31, 32, 40, 60])
+def test_a_truncated_frame(raw: RawClient, cut: int) -> None:
+    frame = b"".join(bytes(b) for b in encode(FrameType.MATCH, 1, pack(MatchRequest(namespace="pages")), context(1).tobytes()))
+    raw.send_raw(frame[:cut])
+    raw.sock.shutdown(1)
+    assert raw.closed()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(40),
+        bytes(64),
+        b"kV\x09\x10" + bytes(60),
+        b"kV\x01\xee" + bytes(60),
+        np.random.default_rng(1).bytes(4096),
+    ],
+)
+def test_garbage(raw: RawClient, garbage: bytes) -> None:
+    raw.send_raw(garbage)
+    assert raw.error().code == "protocol"
+    assert raw.closed()
+
+
+@pytest.mark.parametrize("kind", [FrameType.MATCH, FrameType.SLICES, FrameType.PUT])
+@pytest.mark.parametrize(("meta", "payload"), [(1 << 31, 0), (0, 1 << 31), (0xFFFFFFFF, 0xFFFFFFFF)])
+def test_an_oversized_frame(raw: RawClient, kind: FrameType, meta: int, payload: int) -> None:
+    raw.send_raw(struct.pack("<2sBBIQIIQ", b"kV", 1, kind, 1 if kind is FrameType.SLICES else 0, 1, meta, payload, 0))
+    assert raw.error().code == "protocol"
+    assert raw.closed()
+
+
+def test_a_frame_changed_on_the_way(raw: RawClient) -> None:
+    frame = bytearray(b"".join(bytes(b) for b in encode(FrameType.MATCH, 1, pack(MatchRequest(namespace="pages")), context(1).tobytes())))
+    frame[-3] ^= 4
+    raw.send_raw(bytes(frame))
+    assert raw.error().code == "protocol"
+    assert raw.closed()
+
+
+def test_a_malformed_message(raw: RawClient) -> None:
+    raw.send_raw(b"".join(bytes(b) for b in encode(FrameType.MATCH, 1, b"\xc1\xff", b"")))
+    assert raw.error().code == "protocol"
+    assert raw.closed()
+
+
+def test_a_reply_sent_by_a_client(raw: RawClient) -> None:
+    raw.send(FrameType.WELCOME, 1, LeaseRequest(lease=1))
+    assert raw.error().code == "protocol"
+    assert raw.closed()
+
+
+def test_no_handshake(daemon: DaemonProcess, raw: RawClient) -> None:
+    with RawClient(daemon.endpoint, hello=False) as other:
+        other.send(FrameType.MATCH, 1, MatchRequest(namespace="pages"))
+        assert other.error().code == "protocol"
+        assert other.closed()
+
+
+def test_versions_and_sessions_of_another_world(daemon: DaemonProcess, raw: RawClient) -> None:
+    with RawClient(daemon.endpoint, hello=False) as other:
+        assert code(other.ask(FrameType.HELLO, Hello(versions=[2, 99]))) == "version_mismatch"
+    with RawClient(daemon.endpoint, hello=False) as other:
+        assert code(other.ask(FrameType.HELLO, Hello(versions=[1], session=b"s" * 16))) == "not_found"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def first_blob(raw: RawClient) -> bytes:
+    _, meta, payload = raw.ask(FrameType.MATCH, MatchRequest(namespace="pages", parts=True), context(1).tobytes())
+    assert unpack(Matched, meta).pages == 4
+    return payload[:16]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(0, 0, SPEC.page_bytes + 1),
+        Run(0, SPEC.page_bytes, 1),
+        Run(0, 1 << 62, 1 << 62),
+        Run(0, 0, 64, 1 << 62, 4),
+        Run(0, 0, 64, 8, 4),
+        Run(0, 0, 0),
+        Run(0, 0, 64, 64, 0),
+        Run(1, 0, 64),
+        Run(0xFFFFFFFF, 0, 64),
+    ],
+)
+def test_offsets_outside_a_blob(raw: RawClient, run: Run) -> None:
+    blob = first_blob(raw)
+    assert code(raw.ask(FrameType.FETCH, FetchRequest(namespace="pages", blobs=1), blob + pack_runs([run]))) == "bad_request"
+    assert raw.alive()
+
+
+@pytest.mark.parametrize(("blobs", "payload"), [(0, b""), (1, b"short"), (-1, bytes(64)), (1 << 40, bytes(64)), (1, bytes(16 + 31))])
+def test_a_fetch_that_contradicts_itself(raw: RawClient, blobs: int, payload: bytes) -> None:
+    assert code(raw.ask(FrameType.FETCH, FetchRequest(namespace="pages", blobs=blobs), payload)) in ("bad_request", "not_found")
+    assert raw.alive()
+
+
+def test_a_blob_that_is_not_there_is_a_counted_miss(daemon: DaemonProcess, raw: RawClient) -> None:
+    before = stat(daemon.http)["totals"]["fetch_misses"]
+    request = FetchRequest(namespace="pages", blobs=1)
+    assert code(raw.ask(FrameType.FETCH, request, b"\x11" * 16 + pack_runs([Run(0, 0, 1)]))) == "not_found"
+    assert stat(daemon.http)["totals"]["fetch_misses"] == before + 1
+    assert raw.alive()
+
+
+def test_an_unknown_namespace(raw: RawClient) -> None:
+    for kind, message in (
+        (FrameType.MATCH, MatchRequest(namespace="nope")),
+        (FrameType.NAMESPACE_GET, NamespaceName(namespace="nope")),
+        (FrameType.NAMESPACE_DROP, NamespaceName(namespace="nope")),
+        (FrameType.FETCH, FetchRequest(namespace="nope", blobs=1)),
+        (FrameType.PUT, PutStart(namespace="nope", put_id=b"p" * 16, first_page=0, parts=WHOLE)),
+    ):
+        assert code(raw.ask(kind, message)) == "unknown_namespace"
+    assert raw.alive()
+
+
+def test_tokens_and_extras_that_do_not_add_up(raw: RawClient) -> None:
+    assert code(raw.ask(FrameType.MATCH, MatchRequest(namespace="pages"), b"abc")) == "bad_request"
+    assert code(raw.ask(FrameType.MATCH, MatchRequest(namespace="pages", extra_pages=[0, 1]), bytes(63))) == "bad_request"
+    assert code(raw.ask(FrameType.MATCH, MatchRequest(namespace="pages", extra_pages=[0, 0]), bytes(64))) == "bad_request"
+    assert code(raw.ask(FrameType.MATCH, MatchRequest(namespace="pages", lease_ms=10**9), context(1).tobytes())) == "bad_request"
+    assert code(raw.ask(FrameType.LEASE_RELEASE, LeaseRequest(lease=12345))) == "not_found"
+    assert raw.alive()
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_hash_on_a_put(raw: RawClient) -> None:
+    ready = start_put(raw, 20)
+    slices = page_slices(20, 0)
+    raw.send_raw(slices_frame(ready.handle, 0, 0, 0, slices, [slice_digest(b"other") for _ in slices]))
+    assert raw.error().code == "bad_digest"
+    assert code(raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "bad_digest"
+    assert raw.alive()
+
+
+@pytest.mark.parametrize(
+    ("page", "part", "first", "size", "count"),
+    [
+        (0, 0, 0, 4095, 1),
+        (0, 0, 0, 4097, 1),
+        (0, 0, 0, 4096, 2),
+        (0, 0, 0, 8192, 1),
+        (0, 0, 3, 8192, 2),
+        (0, 0, 4, 4096, 1),
+        (0, 0, 0xFFFF, 4096, 1),
+        (0, 1, 0, 4096, 1),
+        (4, 0, 0, 4096, 1),
+        (0xFFFFFFFF, 0, 0, 4096, 1),
+        (0, 0, 0, 1 << 20, 1),
+    ],
+)
+def test_a_wrong_part_size_or_place(raw: RawClient, page: int, part: int, first: int, size: int, count: int) -> None:
+    ready = start_put(raw, 20)
+    raw.send_raw(slices_frame(ready.handle, page, part, first, [bytes(size)], [bytes(16)] * count))
+    assert raw.error().code == "bad_request"
+    assert code(raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "bad_request"
+    assert raw.alive()
+
+
+def test_slices_of_no_put(raw: RawClient) -> None:
+    raw.send_raw(slices_frame(123456, 0, 0, 0, page_slices(20, 0)))
+    assert raw.error().code == "not_found"
+    assert raw.alive()
+
+
+def test_a_commit_with_slices_missing(raw: RawClient) -> None:
+    ready = start_put(raw, 20)
+    raw.send_raw(slices_frame(ready.handle, 0, 0, 0, page_slices(20, 0)))
+    raw.send_raw(slices_frame(ready.handle, 1, 0, 1, page_slices(20, 1)[1:]))
+    frame = raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))
+    assert code(frame) == "bad_request"
+    assert "slice 0 of page 1" in unpack(ErrorReply, frame[1]).message
+    assert code(raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "not_found"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"put_id": b"short"},
+        {"first_page": 4},
+        {"first_page": -1},
+        {"parts": []},
+        {"parts": [(0, 0, 8, 0, 1)]},
+        {"parts": [(0, 0, 9, 0, 2)]},
+        {"parts": [(0, 0, 8, 0, 2), (0, 0, 8, 0, 2)]},
+        {"parts": [(7, 0, 8, 0, 2)]},
+        {"ack": "maybe"},
+    ],
+)
+def test_a_put_that_contradicts_the_spec(raw: RawClient, changes: dict[str, Any]) -> None:
+    message: dict[str, Any] = {"namespace": "pages", "put_id": b"p" * 16, "first_page": 0, "parts": WHOLE} | changes
+    assert code(raw.ask(FrameType.PUT, PutStart(**message), context(20).tobytes())) == "bad_request"
+    assert raw.alive()
+
+
+def test_a_put_without_its_parent(raw: RawClient) -> None:
+    message = PutStart(namespace="pages", put_id=b"p" * 16, first_page=2, parts=WHOLE)
+    assert code(raw.ask(FrameType.PUT, message, context(987).tobytes())) == "missing_parent"
+
+
+def test_a_put_beyond_capacity(daemon: DaemonProcess, raw: RawClient) -> None:
+    tokens = np.arange(5000 * SPEC.page_tokens, dtype=np.uint32)
+    message = PutStart(namespace="pages", put_id=b"p" * 16, first_page=0, parts=WHOLE)
+    assert code(raw.ask(FrameType.PUT, message, tokens.tobytes())) == "bad_request"
+    assert code(raw.ask(FrameType.PUT, message, tokens[: 4096 * SPEC.page_tokens].tobytes())) == "no_space"
+    assert raw.alive()
+
+
+def test_the_same_page_twice_with_other_bytes(daemon: DaemonProcess, raw: RawClient) -> None:
+    ready = start_put(raw, 1, put_id=b"q" * 16)
+    assert (ready.first_needed, ready.total_pages) == (4, 4), "pages that are there were asked for again"
+    committed = unpack(Committed, raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))[1])
+    assert (committed.new_pages, committed.existing_pages) == (0, 4)
+
+
+def test_two_puts_of_one_page_at_once(daemon: DaemonProcess) -> None:
+    with RawClient(daemon.endpoint) as one, RawClient(daemon.endpoint) as other:
+        first, second = start_put(one, 310), start_put(other, 310, put_id=b"z" * 16)
+        send_all(other, second, 310, salt=b"another computation")
+        send_all(one, first, 310)
+        done = unpack(Committed, one.ask(FrameType.COMMIT, Commit(handle=first.handle))[1])
+        late = unpack(Committed, other.ask(FrameType.COMMIT, Commit(handle=second.handle))[1])
+    assert (done.new_pages, late.new_pages, late.existing_pages) == (4, 0, 4)
+    with Client(daemon.endpoint) as client:
+        assert fetch_checked(client.namespace("pages"), context(310)) == 4
+
+
+@pytest.mark.parametrize("stage", ["started", "in a slice", "all slices"])
+def test_a_client_that_dies_in_the_middle_of_a_put(daemon: DaemonProcess, raw: RawClient, stage: str) -> None:
+    with RawClient(daemon.endpoint) as dying:
+        ready = start_put(dying, 410)
+        frame = slices_frame(ready.handle, 0, 0, 0, page_slices(410, 0))
+        if stage == "in a slice":
+            dying.send_raw(frame[: len(frame) // 2])
+        elif stage == "all slices":
+            send_all(dying, ready, 410)
+    with Client(daemon.endpoint) as client:
+        assert client.namespace("pages").match(context(410), lease_s=0).pages == 0
+
+
+def test_another_session_can_not_touch_a_put(daemon: DaemonProcess, raw: RawClient) -> None:
+    ready = start_put(raw, 420)
+    with RawClient(daemon.endpoint) as other:
+        other.send_raw(slices_frame(ready.handle, 0, 0, 0, page_slices(420, 0)))
+        assert other.error().code == "not_found"
+        assert code(other.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "not_found"
+
+
+def test_a_request_number_used_twice(raw: RawClient) -> None:
+    blob = first_blob(raw)
+    payload = blob + pack_runs([Run(0, 0, SPEC.page_bytes)])
+    for _ in range(2):
+        raw.send(FrameType.FETCH, 9, FetchRequest(namespace="pages", blobs=1), payload)
+    seen = [raw.receive()[0].type for _ in range(3)]
+    assert FrameType.FETCHED in seen or FrameType.ERROR in seen
+
+
+# --- through the SDK --------------------------------------------------------------------------------------------------
+
+
+def test_the_sdk_says_what_is_wrong_before_anything_is_sent(daemon: DaemonProcess, raw: RawClient) -> None:
+    with Client(daemon.endpoint, connections=1) as client:
+        namespace = client.namespace("pages")
+        with pytest.raises(BadRequest, match="uint32"):
+            namespace.match(context(1).astype(np.int64))
+        with pytest.raises(BadRequest, match="bytes of data"):
+            namespace.put(context(20), bytes(5))
+        with namespace.match(context(1)) as match:
+            with pytest.raises(BadRequest, match="writable"):
+                namespace.fetch(match, bytearray(7))
+            with pytest.raises(BadRequest, match="read-only"):
+                namespace.fetch(match, bytes(4 * SPEC.page_bytes))
+        huge = np.arange(4096 * SPEC.page_tokens, dtype=np.uint32).tobytes()
+        data = memoryview(bytes(4096 * SPEC.page_bytes))
+        with pytest.raises(NoSpace):
+            client.run(namespace.inner._put_once(_start(namespace.id), huge, data, (SPEC.whole(),)))
+
+
+def _start(namespace: str) -> PutStart:
+    return PutStart(namespace=namespace, put_id=b"h" * 16, first_page=0, parts=WHOLE)
