@@ -27,13 +27,13 @@ class Pool:
         self._slots: list[Connection | None] = [None] * size
         self._locks = [asyncio.Lock() for _ in range(size)]
         self._session_lock = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Close all connections."""
-        for connection in self._slots:
-            if connection is not None:
-                await connection.close()
+        open_ones = [connection for connection in self._slots if connection is not None]
         self._slots = [None] * self.size
+        await asyncio.gather(*(connection.close() for connection in open_ones), *self._closing)
 
     async def connection(self, slot: int = 0) -> Connection:
         """The live connection in a slot, opened if need be (one attempt)."""
@@ -43,10 +43,17 @@ class Pool:
                 return connection
             if connection is not None:
                 self._slots[slot] = None
-                await connection.close()
+                await self._close_whole(connection)
             connection = await self._open()
             self._slots[slot] = connection
             return connection
+
+    async def _close_whole(self, connection: Connection) -> None:
+        """Close a connection to the end, even if the caller is cancelled meanwhile."""
+        task = asyncio.create_task(connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        await asyncio.shield(task)
 
     async def _open(self) -> Connection:
         async with self._session_lock:

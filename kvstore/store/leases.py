@@ -67,6 +67,15 @@ class Leases:
         if not lease.space.dropped:
             lease.space.tree.unpin(lease.boundary)
 
+    def shorten(self, lease: Lease, path: Path) -> None:
+        """Let a lease hold only `path`, a shorter one; without any page it ends."""
+        if not path.pages:
+            self.release(lease)
+            return
+        boundary = lease.space.tree.pin(path)
+        lease.space.tree.unpin(lease.boundary)
+        lease.boundary, lease.pages = boundary, path.pages
+
     def release_owner(self, owner: int) -> int:
         """End all leases of an owner. Returns how many there were."""
         owned = [self._by_id[i] for i in self._by_owner.get(owner, ())]

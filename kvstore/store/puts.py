@@ -70,6 +70,11 @@ class Put:
         self.settled = asyncio.Event()
 
     @property
+    def parent(self) -> bytes | None:
+        """The key of the page before the put, which it holds; None at the root."""
+        return self._parent
+
+    @property
     def page_count(self) -> int:
         """Pages whose bytes are wanted."""
         return self.total_pages - self.first_needed

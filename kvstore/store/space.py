@@ -3,6 +3,7 @@
 Everything here is bookkeeping on the loop's thread: no await, no I/O. What has to be deleted on disk is queued in `Trash`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,8 @@ class Space:
         self.tree = RadixTree(self.digest, self.spec.page_tokens, max_pages)
         self.blobs = BlobTable(2 * max_pages)
         self.dropped = False
+        self.end_holds: Callable[[Space, int], None]
+        """Set by the store: shorten the leases, and end the puts, that hold the page in a slot or one below it."""
         self.resident_bytes = 0
         self._arena = arena
         self._trash = trash
@@ -179,8 +182,10 @@ class Space:
         self.pin(row)
         for key in keys:
             slot = self.tree.pages.find_key(key)
-            if slot >= 0 and not self.tree.pages.leases[slot]:
-                self.remove_page(slot)
+            if slot >= 0 and self.tree.pages.leases[slot]:
+                self.end_holds(self, slot)
+            if slot >= 0:
+                self.remove_page(self.tree.pages.find_key(key))
         self.unpin(row)
 
     # --- who may go ----------------------------------------------------------------------------------------------------

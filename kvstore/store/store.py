@@ -266,7 +266,22 @@ class Store:
     # --- namespaces ----------------------------------------------------------------------------------------------------
 
     def _new_space(self, number: int, settings: NamespaceSettings) -> Space:
-        return Space(number, settings, self.config.max_pages, self._arena, self._trash, self.stats)
+        space = Space(number, settings, self.config.max_pages, self._arena, self._trash, self.stats)
+        space.end_holds = self._end_holds
+        return space
+
+    def _end_holds(self, space: Space, slot: int) -> None:
+        """The bytes of the page in `slot` are lost: leases hold only what is before it, and puts below it fail."""
+        tree = space.tree
+        for lease in self.leases.of_space(space):
+            slots = tree.path_slots(tree.path_to(tree.pages.find_key(lease.boundary)))
+            if slot in slots:
+                kept = int(np.flatnonzero(slots == slot)[0])
+                self.leases.shorten(lease, tree.path_to(int(slots[kept - 1])) if kept else Path([], 0, 0))
+        for put in [p for p in self._puts.values() if p.space is space and p.parent is not None]:
+            if slot in tree.path_slots(tree.path_to(tree.pages.find_key(put.parent or b""))):
+                put.fail(MissingParent("a page before the put was lost: its bytes did not verify"))
+                self.abort_put(put)
 
     async def create_namespace(self, settings: NamespaceSettings) -> Space:
         """The namespace of these settings, made if it is not there. Durable when this returns.

@@ -347,3 +347,24 @@ async def test_a_blob_lost_in_every_tier_is_a_miss(tmp_path: Path) -> None:
             store.find_blob(space, b"\xff" * 16)
         await store.settle()
         check(store)
+
+
+async def test_a_lost_page_ends_what_holds_it(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        whole = store.match(space, tokens_of((1, 2, 3)), {}, owner=OWNER, lease_s=60).lease
+        short = store.match(space, tokens_of((1,)), {}, owner=OWNER, lease_s=60).lease
+        assert whole is not None
+        assert short is not None
+        under_way = await store.begin_put(OWNER, space, PutRequest(b"w" * 16, tokens_of((1, 2, 3, 4)), {}, 3, PARTS, Ack.MEMORY))
+        slot = int(space.tree.path_slots(space.tree.match(tokens_of((1, 2, 3))))[1])
+        store.discard_bad_copy(space, space.rows_of(slot)[0])
+        assert (whole.pages, short.pages) == (1, 1)
+        with pytest.raises(MissingParent):
+            await store.commit_put(under_way)
+        await store.settle()
+        check(store)
+        assert await read(store, space, (1, 2, 3)) == 1
+        store.release_owner(OWNER)
+        check(store)

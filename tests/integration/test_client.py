@@ -1,0 +1,201 @@
+"""The SDK against a real daemon: both clients, sub-ranges, striping, cancellation, deadlines, reconnects."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_client import (
+    AsyncClient,
+    Client,
+    Component,
+    Conflict,
+    ConnectionLost,
+    DeadlineExceeded,
+    KVSpec,
+    NotFound,
+    PartRange,
+    UnknownNamespace,
+    extra_digest,
+)
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
+from tests.integration.raw import stat, wait_for_baseline
+
+BIG = KVSpec(4, (Component("full", 8, 2, 16384),), max_slice_bytes=1 << 20)
+"""Pages of 4 MiB in 8 slices."""
+
+
+def test_put_match_fetch_blocking(daemon: DaemonProcess) -> None:
+    with Client(daemon.unix_endpoint, connections=3) as client:
+        namespace = open_namespace(client)
+        tokens = context(7000, pages=20)
+        assert namespace.match(tokens).pages == 0
+        assert namespace.put(tokens, content(tokens)).new_pages == 20
+        assert fetch_checked(namespace, tokens) == 20
+        assert fetch_checked(namespace, np.concatenate([tokens, tokens[:3]])) == 20, "a partial page was matched"
+        longer = np.concatenate([tokens[: 10 * 4], context(7001)])
+        assert namespace.put(longer, content(longer, 10), first_page=10).new_pages == 4
+        assert fetch_checked(namespace, longer) == 14
+        again = namespace.put(tokens, content(tokens, salt=b"other bytes"))
+        assert (again.new_pages, again.existing_pages) == (0, 20)
+        assert fetch_checked(namespace, tokens) == 20
+        names = [n.name for n in client.namespaces()]
+        assert "pages" in names
+
+
+async def test_the_asynchronous_client_and_its_striping(daemon: DaemonProcess) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 3 * BIG.page_bytes, dtype=np.uint8)
+    tokens = np.arange(12, dtype=np.uint32)
+    async with AsyncClient(daemon.endpoint, connections=4) as client:
+        namespace = await client.namespace("big", "rev-1", BIG)
+        await namespace.put(tokens, data)
+        async with await namespace.match(tokens) as match:
+            out = np.zeros(len(data), np.uint8)
+            assert await namespace.fetch(match, out) == len(data)
+            assert np.array_equal(out, data)
+            tail = np.zeros(BIG.page_bytes, np.uint8)
+            await namespace.fetch(match, tail, pages=(2, 3))
+            assert np.array_equal(tail, data[2 * BIG.page_bytes :])
+        assert stat(daemon.http)["connections"] == 4
+        await namespace.drop()
+        with pytest.raises(UnknownNamespace):
+            await client.namespace("big")
+
+
+async def test_written_by_two_ranks_read_by_any_range(daemon: DaemonProcess) -> None:
+    halves = (PartRange(0, 0, 8, 0, 1), PartRange(0, 0, 8, 1, 2))
+    page = np.random.default_rng(2).integers(0, 256, (3, 8, 2, 2, 4 * 64 * 2), dtype=np.uint8)  # page, layer, plane, head, rest
+    data = np.concatenate([np.ascontiguousarray(page[p, :, :, h]).ravel() for p in range(3) for h in range(2)])
+    tokens = np.arange(90_000, 90_012, dtype=np.uint32)
+    async with AsyncClient(daemon.endpoint) as client:
+        namespace = await client.namespace("pages", "rev-1", SPEC)
+        await namespace.put(tokens, data, parts=halves)
+        async with await namespace.match(tokens) as match:
+            for wanted in (SPEC.whole(), PartRange(0, 2, 5, 0, 1), PartRange(0, 7, 8, 0, 2), *halves):
+                expected = np.ascontiguousarray(page[:, wanted.layer_lo : wanted.layer_hi, :, wanted.head_lo : wanted.head_hi]).ravel()
+                out = np.zeros(len(expected), np.uint8)
+                await namespace.fetch(match, out, wanted=wanted)
+                assert np.array_equal(out, expected), wanted
+
+
+def test_extra_keys_keep_equal_tokens_apart(daemon: DaemonProcess) -> None:
+    tokens = context(7100)
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        cat, dog = ({1: extra_digest([("image", name)])} for name in (b"cat", b"dog"))
+        namespace.put(tokens, content(tokens), extras=cat)
+        assert namespace.match(tokens, extras=cat).pages == 4
+        assert namespace.match(tokens, extras=dog).pages == 1
+        assert namespace.match(tokens).pages == 1
+
+
+def test_another_model_or_spec_under_a_name_is_a_conflict(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        open_namespace(client)
+        with pytest.raises(Conflict):
+            client.namespace("pages", "rev-2", SPEC)
+        with pytest.raises(Conflict):
+            client.namespace("pages", "rev-1", BIG)
+
+
+async def test_cancelling_a_transfer_stops_it(daemon: DaemonProcess) -> None:
+    tokens = np.arange(40_000, 40_012, dtype=np.uint32)
+    data = np.random.default_rng(3).integers(0, 256, 3 * BIG.page_bytes, dtype=np.uint8)
+    async with AsyncClient(daemon.endpoint, connections=2) as client:
+        namespace = await client.namespace("cancel", "rev-1", BIG)
+        await namespace.put(tokens, data)
+        match = await namespace.match(tokens)
+        out = np.zeros(len(data), np.uint8)
+        for delay in (0.0, 0.0005, 0.001, 0.002, 0.004):
+            task = asyncio.create_task(namespace.fetch(match, out))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            seen = out.copy()
+            await asyncio.sleep(0.02)
+            assert np.array_equal(out, seen), "bytes were written into the buffer of a cancelled fetch"
+            out[:] = 0
+        for delay in (0.0, 0.0005, 0.001, 0.002):
+            other = tokens + np.uint32(100 + int(delay * 1e5))
+            task2 = asyncio.create_task(namespace.put(other, data))
+            await asyncio.sleep(delay)
+            task2.cancel()
+            await asyncio.gather(task2, return_exceptions=True)
+        assert await namespace.fetch(match, out) == len(data)
+        assert np.array_equal(out, data), "the connection does not go on after a cancellation"
+        await match.release()
+        await namespace.drop()
+    await asyncio.to_thread(wait_for_baseline, daemon.http, stat(daemon.http)["tiers"]["dram"]["used"])
+
+
+async def test_leases_end_with_their_owner_or_time(daemon: DaemonProcess) -> None:
+    async with AsyncClient(daemon.endpoint) as client:
+        namespace = await client.namespace("pages", "rev-1", SPEC)
+        await namespace.put(context(7200), content(context(7200)))
+        held = await namespace.match(context(7200), lease_s=60)
+        await client.renew(held.lease, 120)
+        assert stat(daemon.http)["leases"] == 1
+        short = await namespace.match(context(7200), lease_s=0.05)
+        await asyncio.sleep(1)
+        with pytest.raises(NotFound):
+            await client.renew(short.lease, 1)
+        await short.release()
+        assert stat(daemon.http)["leases"] == 1
+    await asyncio.to_thread(wait_for_baseline, daemon.http, stat(daemon.http)["tiers"]["dram"]["used"])
+
+
+def test_nobody_there() -> None:
+    with pytest.raises((ConnectionLost, DeadlineExceeded)):
+        Client("127.0.0.1:1", timeout=0.3)
+
+
+def test_a_deadline_is_kept(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        with pytest.raises(DeadlineExceeded):
+            namespace.match(context(1), timeout=1e-9)
+        namespace.match(context(1))
+
+
+def test_a_client_outlives_a_restart_of_its_daemon(data_dir: Path) -> None:
+    sizes = ("--dram", "16MiB", "--ssd", "64MiB")
+    socket_path = data_dir.parent / "s"
+    first = DaemonProcess(data_dir, *sizes, "--unix-socket", str(socket_path)).wait_ready()
+    client = Client(first.unix_endpoint, timeout=30)
+    namespace = open_namespace(client)
+    namespace.put(context(1), content(context(1)), durable=True)
+    first.kill()
+    started = threading.Thread(
+        target=lambda: restarted.append(DaemonProcess(data_dir, *sizes, "--unix-socket", str(socket_path)).wait_ready())
+    )
+    restarted: list[DaemonProcess] = []
+    started.start()
+    assert fetch_checked(namespace, context(1)) == 4
+    namespace.put(context(2), content(context(2)))
+    client.close()
+    started.join()
+    restarted[0].stop()
+
+
+def test_many_clients_at_once(daemon: DaemonProcess) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            with Client(daemon.endpoint, connections=2) as client:
+                namespace = open_namespace(client)
+                for seed in range(20_000 + number % 2, 20_000 + 60, 2):
+                    namespace.put(context(seed), content(context(seed)))
+                    assert fetch_checked(namespace, context(seed)) == 4
+        except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]

@@ -1,0 +1,191 @@
+"""What a crash leaves: kill -9 under load, and the power cut that kill -9 can't show."""
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.radix.journal import Journal
+from kvstore.store import Ack, Store
+from kvstore.store.check import check
+from kvstore.tiers.ssd import BlobFile
+from kvstore_client import Client, ConnectionLost, DeadlineExceeded, NotFound
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import content, context, fetch_checked, open_namespace
+from tests.store.test_store import Prefix, config, put, read, settings_named
+
+KILLS = 20
+SIZES = ("--dram", "4MiB", "--ssd", "1GiB")
+
+
+class Load(threading.Thread):
+    """A client that puts contexts, every second one durably, and checks what it fetches, until the daemon dies."""
+
+    def __init__(self, endpoint: str, first: int) -> None:
+        super().__init__(daemon=True)
+        self._endpoint = endpoint
+        self._first = first
+        self.durable: list[int] = []
+        self.done = 0
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with Client(self._endpoint, connections=2, timeout=1) as client:
+                namespace = open_namespace(client)
+                for seed in range(self._first, self._first + 100_000):
+                    durable = seed % 2 == 0
+                    namespace.put(context(seed), content(context(seed)), durable=durable)
+                    if durable:
+                        self.durable.append(seed)
+                    fetch_checked(namespace, context(max(self._first, seed - 3)))
+                    self.done += 1
+        except (ConnectionLost, DeadlineExceeded):
+            pass  # the daemon was killed
+        except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
+            self.failure = error
+
+
+@pytest.mark.timeout(200)
+def test_kill_9_under_load(data_dir: Path) -> None:
+    rng = np.random.default_rng(1)
+    acknowledged: list[int] = []
+    for cycle in range(KILLS):
+        daemon = DaemonProcess(data_dir, *SIZES).wait_ready()
+        loads = [Load(daemon.endpoint, 10_000_000 * worker + 100_000 * cycle) for worker in range(2)]
+        for load in loads:
+            load.start()
+        loads[0].join(timeout=float(rng.uniform(0.1, 0.5)))
+        daemon.kill()
+        for load in loads:
+            load.join(timeout=30)
+            assert not load.is_alive(), "a client hangs after its daemon was killed"
+            if load.failure is not None:
+                raise load.failure
+            acknowledged += load.durable
+    assert len(acknowledged) > KILLS
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        missing = [seed for seed in acknowledged if fetch_checked(namespace, context(seed)) != 4]
+        assert not missing, f"{len(missing)} of {len(acknowledged)} contexts acknowledged as durable are gone"
+
+
+class SyncPoints:
+    """A shim around the sync of both LMDB files: each time one returns, the files are copied as they are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, data_dir: Path, copies: Path) -> None:
+        self.copies = copies
+        self.count = 0
+        self.acknowledged: dict[int, set[Prefix]] = {}
+        self.promised: set[Prefix] = set()
+        self._data_dir = data_dir
+        for owner in (Journal, BlobFile):
+            monkeypatch.setattr(owner, "commit", self._around(owner.commit))  # the real commit runs, and then the copy
+
+    def _around(self, commit: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def commit_then_copy(owner: Any, batch: Any) -> None:
+            commit(owner, batch)
+            shutil.copytree(self._data_dir, self.copies / str(self.count))
+            self.acknowledged[self.count] = set(self.promised)
+            self.count += 1
+
+        return commit_then_copy
+
+
+async def run_load(data_dir: Path, points: SyncPoints) -> None:
+    async with Store(config(data_dir, ssd_bytes=4 << 20)) as store:
+        space = await store.create_namespace(settings_named(retention_s=3600))
+        for number in range(24):
+            prefix = (number // 6, number, number + 1)
+            ack = Ack.DURABLE if number % 3 == 0 else Ack.MEMORY
+            await put(store, space, prefix, b"v" * 16, ack)
+            if ack is Ack.DURABLE:
+                points.promised |= {prefix[:n] for n in range(1, 4)}
+
+
+async def survivors_hold(data_dir: Path, promised: set[Prefix]) -> None:
+    async with Store(config(data_dir, ssd_bytes=4 << 20)) as store:
+        space = store.space("default", "ns")
+        for prefix in promised:
+            assert await read(store, space, prefix) == len(prefix), f"{prefix} was acknowledged as durable and is gone"
+        await store.settle()
+        check(store)
+
+
+async def test_a_power_cut_at_every_sync_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = SyncPoints(monkeypatch, tmp_path / "live", tmp_path / "copies")
+    await run_load(tmp_path / "live", points)
+    monkeypatch.undo()
+    assert points.count > 10
+    assert len(points.acknowledged[points.count - 1]) > 10
+    for point in range(points.count):
+        # what was acknowledged *when the next point came* was promised by what this one had made durable
+        promised = points.acknowledged[point + 1] if point + 1 < points.count else points.promised
+        await survivors_hold(points.copies / str(point), promised)
+
+
+async def test_a_power_cut_in_the_middle_of_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk had written any part of the next commit's pages, in any order, but not the page that makes them count."""
+    points = SyncPoints(monkeypatch, tmp_path / "live", tmp_path / "copies")
+    await run_load(tmp_path / "live", points)
+    monkeypatch.undo()
+    rng = np.random.default_rng(3)
+    for point in range(points.count - 1):
+        torn = tmp_path / "torn"
+        shutil.rmtree(torn, ignore_errors=True)
+        shutil.copytree(points.copies / str(point), torn)
+        for name in ("journal", "blobs"):
+            tear(torn / name / "data.mdb", points.copies / str(point + 1) / name / "data.mdb", rng)
+        await survivors_hold(torn, points.acknowledged[point + 1])
+
+
+def tear(old: Path, new: Path, rng: np.random.Generator, page: int = 4096, meta_pages: int = 2) -> None:
+    """Write a random half of the changed pages of the new file into the old one, its meta pages left as they were."""
+    before, after = old.read_bytes(), new.read_bytes()
+    before = before.ljust(len(after), b"\0")
+    out = bytearray(before)
+    for at in range(meta_pages * page, len(after), page):
+        if before[at : at + page] != after[at : at + page] and rng.random() < 0.5:
+            out[at : at + page] = after[at : at + page]
+    old.write_bytes(out)
+
+
+@pytest.mark.parametrize("name", ["journal", "blobs"])
+def test_a_flipped_bit_in_an_lmdb_file(data_dir: Path, tmp_path: Path, name: str) -> None:
+    seeds = range(0, 300, 10)
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        for seed in seeds:
+            namespace.put(context(seed), content(context(seed)), durable=True)
+    rng, found = np.random.default_rng(11), []
+    for trial in range(8):
+        copy = tmp_path / str(trial)
+        shutil.copytree(data_dir, copy)
+        file = copy / name / "data.mdb"
+        data = bytearray(file.read_bytes())
+        for _ in range(4):
+            bit = int(rng.integers(len(data) * 8))
+            data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        with DaemonProcess(copy, *SIZES) as daemon, Client(daemon.endpoint) as client:
+            found.append(sum(pages_left(client, seed) for seed in seeds))
+            namespace = open_namespace(client)
+            namespace.put(context(5000), content(context(5000)))
+            assert fetch_checked(namespace, context(5000)) == 4, "the daemon does not go on"
+    assert min(found) < 4 * len(seeds), "no flip hit anything: this test shows nothing"
+    assert max(found) > 0
+
+
+def pages_left(client: Client, seed: int) -> int:
+    """Pages of a context that are still served, all of them right; a page found bad at its fetch is a miss the next time."""
+    namespace = open_namespace(client)
+    for _ in range(5):
+        try:
+            return fetch_checked(namespace, context(seed))
+        except NotFound:
+            continue
+    raise AssertionError("a lost blob is found again and again")

@@ -1,0 +1,83 @@
+"""Data directories that a daemon must not touch, and a clean stop."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstore_client import Client
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import content, context, fetch_checked, open_namespace
+
+
+def last_words(data_dir: Path, *arguments: str) -> str:
+    daemon = DaemonProcess(data_dir, *arguments)
+    assert daemon.wait_exit(20) == 1
+    return daemon.lines[-1]
+
+
+def test_a_second_daemon_is_refused_and_the_first_goes_on(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", "16MiB") as first:
+        words = last_words(data_dir)
+        assert "data_dir" in words
+        assert f"pid {first.pid}" in words
+        for endpoint in (first.endpoint, first.unix_endpoint):
+            with Client(endpoint) as client:
+                open_namespace(client)
+
+
+def test_a_newer_format_is_refused_untouched(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, "--ssd", "16MiB"):
+        pass
+    (data_dir / "format.json").write_text(json.dumps({"format": 2}))
+    before = (data_dir / "journal" / "data.mdb").read_bytes()
+    assert "format 2" in last_words(data_dir)
+    assert (data_dir / "journal" / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "x"}'])
+def test_a_damaged_format_file_is_named(data_dir: Path, text: str) -> None:
+    data_dir.mkdir()
+    (data_dir / "format.json").write_text(text)
+    assert "format" in last_words(data_dir)
+
+
+def test_data_without_a_format_file_is_not_guessed_at(data_dir: Path) -> None:
+    (data_dir / "journal").mkdir(parents=True)
+    assert "format.json is missing" in last_words(data_dir)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--dram", "lots"), "dram"),
+        (("--dram", "1KiB"), "dram"),
+        (("--log-level", "loud"), "log_level"),
+        (("--host", "256.1.1.1"), "256.1.1.1"),
+    ],
+)
+def test_a_bad_configuration_is_named(data_dir: Path, arguments: tuple[str, ...], named: str) -> None:
+    assert named in last_words(data_dir, *arguments)
+
+
+def test_a_clean_stop_flushes_and_says_so(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, "--dram", "16MiB", "--ssd", "64MiB") as daemon, Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        for seed in range(0, 200, 10):
+            namespace.put(context(seed), content(context(seed)))
+    assert any("flushed 80 pages, dropped 0" in line for line in daemon.lines)
+    assert not (data_dir / "kvstore.sock").exists()
+    with DaemonProcess(data_dir, "--dram", "16MiB", "--ssd", "64MiB") as daemon, Client(daemon.endpoint) as client:
+        assert all(fetch_checked(open_namespace(client), context(seed)) == 4 for seed in range(0, 200, 10))
+
+
+def test_configuration_sources_in_order(data_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text('dram = "8MiB"\nssd = "32MiB"\nput_wait = 0.5\n')
+    daemon = DaemonProcess(data_dir, "--config", str(file), "--dram", "2MiB", environment={"KVSTORE_SSD": "16MiB", "KVSTORE_DRAM": "4MiB"})
+    with daemon:
+        from tests.integration.raw import stat
+
+        tiers = stat(daemon.http)["tiers"]
+    assert tiers["dram"]["capacity"] == 2 << 20
+    assert tiers["ssd"]["capacity"] == 16 << 20

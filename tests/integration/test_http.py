@@ -1,0 +1,131 @@
+"""The HTTP control plane of a real daemon."""
+
+import base64
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from kvstore_client import Client
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import SPEC, content, context, open_namespace
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@pytest.fixture
+def http(daemon: DaemonProcess) -> str:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        namespace.put(context(1), content(context(1)))
+    return daemon.http
+
+
+def ask(url: str, method: str = "GET", body: Any = None, **headers: str) -> Answer:
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {k.replace("_", "-"): v for k, v in headers.items()}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, dict(response.headers), response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+def problem(answer: Answer) -> tuple[int, str]:
+    status, headers, body = answer
+    assert headers["Content-Type"].startswith("application/problem+json"), (headers, body)
+    data = json.loads(body)
+    assert data["status"] == status
+    assert data["request_id"] == headers["X-Request-Id"]
+    assert data["detail"]
+    return status, data["code"]
+
+
+def blobs(http: str) -> list[str]:
+    body = {"tokens": context(1).tolist(), "parts": True}
+    found: list[str] = json.loads(ask(f"{http}/v1/namespaces/pages/match", "POST", body)[2])["blobs"]
+    return found
+
+
+def test_health_and_metrics(http: str) -> None:
+    assert ask(f"{http}/healthz")[0] == ask(f"{http}/readyz")[0] == 200
+    text = ask(f"{http}/metrics")[2].decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["kvstore_put_pages_total"]) >= 4
+    assert 0 < float(values['kvstore_tier_used_bytes{tier="dram"}']) <= float(values['kvstore_tier_capacity_bytes{tier="dram"}'])
+
+
+def test_a_request_id_comes_back(http: str) -> None:
+    assert ask(f"{http}/healthz", X_Request_Id="mine-1")[1]["X-Request-Id"] == "mine-1"
+    assert ask(f"{http}/healthz", X_Request_Id="not\tsane")[1]["X-Request-Id"] != "not\tsane"
+
+
+def test_namespaces_come_and_go(http: str) -> None:
+    body = {"name": "web", "fingerprint": "f", "spec": SPEC.to_dict()}
+    status, headers, made = ask(f"{http}/v1/namespaces", "POST", body)
+    assert status == 201
+    name = json.loads(made)["id"]
+    assert headers["Location"] == f"/v1/namespaces/{name}"
+    assert ask(f"{http}/v1/namespaces", "POST", body)[0] == 200
+    assert "web" in [n["name"] for n in json.loads(ask(f"{http}/v1/namespaces")[2])["items"]]
+    assert json.loads(ask(f"{http}/v1/namespaces/web")[2])["spec"] == SPEC.to_dict()
+    assert problem(ask(f"{http}/v1/namespaces", "POST", body | {"fingerprint": "g"})) == (409, "conflict")
+    assert ask(f"{http}/v1/namespaces/{name}", "DELETE")[0] == 204
+    assert problem(ask(f"{http}/v1/namespaces/{name}")) == (404, "unknown_namespace")
+
+
+def test_match(http: str) -> None:
+    tokens = context(1)
+    found = json.loads(ask(f"{http}/v1/namespaces/pages/match", "POST", {"tokens_base64": base64.b64encode(tokens.tobytes()).decode()})[2])
+    assert (found["pages"], found["tokens"], found["dram_pages"]) == (4, 16, 4)
+    assert "blobs" not in found
+    assert len(blobs(http)) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{not json", 422),
+        ({}, 422),
+        ({"tokens": [1], "tokens_base64": ""}, 422),
+        ({"tokens": [-1]}, 422),
+        ({"tokens": ["x"]}, 422),
+        ({"tokens_base64": "***"}, 400),
+        ({"tokens_base64": "YWJj"}, 400),
+        ({"tokens": [1], "surprise": 1}, 422),
+    ],
+)
+def test_bad_bodies(http: str, body: Any, status: int) -> None:
+    assert problem(ask(f"{http}/v1/namespaces/pages/match", "POST", body)) == (status, "bad_request")
+
+
+def test_bad_places(http: str) -> None:
+    assert problem(ask(f"{http}/nowhere"))[0] == 404
+    assert problem(ask(f"{http}/v1/namespaces", "PUT", {}))[0] == 405
+    assert problem(ask(f"{http}/v1/blobs/pages/xyz")) == (400, "bad_request")
+    assert problem(ask(f"{http}/v1/blobs/pages/{'00' * 16}")) == (404, "not_found")
+    assert problem(ask(f"{http}/v1/blobs/nope/{'00' * 16}")) == (404, "unknown_namespace")
+
+
+def test_blobs_and_ranges(http: str) -> None:
+    expected = content(context(1))[SPEC.page_bytes : 2 * SPEC.page_bytes].tobytes()
+    url = f"{http}/v1/blobs/pages/{blobs(http)[1]}"
+    status, headers, body = ask(url)
+    assert (status, body) == (200, expected)
+    assert headers["ETag"] == f'"{blobs(http)[1]}"'
+    status, headers, body = ask(url, "HEAD")
+    assert (status, headers["Content-Length"], body) == (200, str(len(expected)), b"")
+    for text, start, stop in (
+        ("0-9", 0, 10),
+        ("4090-4200", 4090, 4201),
+        ("16000-", 16000, 16384),
+        ("-5", 16379, 16384),
+        ("0-99999", 0, 16384),
+    ):
+        status, headers, body = ask(url, Range=f"bytes={text}")
+        assert (status, body) == (206, expected[start:stop]), text
+        assert headers["Content-Range"] == f"bytes {start}-{stop - 1}/16384"
+    for text in ("16384-", "99999-100000", "5-2"):
+        assert problem(ask(url, Range=f"bytes={text}"))[0] == 416
