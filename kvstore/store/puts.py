@@ -164,10 +164,10 @@ class Put:
 
     def commit(self) -> PutResult:
         """Make the pages visible, all at once. First commit wins: pages that came into being meanwhile stay as they are."""
-        if self.closed:
-            raise Cancelled(f"put {self.handle} has ended")
         if self._error is not None:
             raise self._error
+        if self.closed:
+            raise Cancelled(f"put {self.handle} has ended")
         if self._missing:
             row, index = (int(i[0]) for i in np.nonzero(~self._received))
             raise BadRequest(f"{self._missing} slices have not arrived, the first is slice {index} of page {self.first_needed + row}")
