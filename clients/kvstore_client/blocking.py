@@ -42,7 +42,7 @@ class Client:
     """As AsyncClient, but every call blocks. Safe to share between threads. Use as a context manager, or call `close`."""
 
     def __init__(
-        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 4, timeout: float = 30.0, name: str = "", token: str = ""
+        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 2, timeout: float = 30.0, name: str = "", token: str = ""
     ) -> None:
         self._thread = _LoopThread()
         try:

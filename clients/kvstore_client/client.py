@@ -113,7 +113,7 @@ class AsyncClient:
     """
 
     def __init__(
-        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 4, timeout: float = 30.0, name: str = "", token: str = ""
+        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 2, timeout: float = 30.0, name: str = "", token: str = ""
     ) -> None:
         if not 1 <= connections <= 64:
             raise BadRequest(f"{connections} connections: give 1 to 64")

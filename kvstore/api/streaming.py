@@ -2,13 +2,16 @@
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
 
+from kvstore.api.sessions import Session
 from kvstore.api.wire import (
     DATA_META,
     MAX_BULK_PAYLOAD,
     MAX_PIECES,
     SLICES_META,
+    Channel,
     FrameType,
     Header,
     Run,
@@ -17,19 +20,30 @@ from kvstore.api.wire import (
     unpack,
     unpack_runs,
 )
-from kvstore.api.wire.messages import Fetched, FetchRequest
+from kvstore.api.wire.messages import Fetched, FetchRequest, Message
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import BadRequest, Corrupt, KVStoreError, ProtocolError
-from kvstore.store import Held, Space
-
-if TYPE_CHECKING:
-    from kvstore.api.connection import Connection
+from kvstore.store import Held, Space, Store
 
 _AHEAD = 4
 """Blobs of a fetch that are brought up from SSD while earlier ones are sent."""
 
 
-async def receive_slices(connection: "Connection", header: Header, meta: bytes) -> KVStoreError | None:
+class Peer(Protocol):
+    """The connection that bulk comes in by and goes out by."""
+
+    store: Store
+    session: Session
+    channel: Channel
+
+    async def reply(self, request: int, frame_type: FrameType, message: Message, payload: bytes = b"") -> None:
+        """Send one control frame."""
+
+    async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
+        """Send one DATA frame. Returns the digests computed on the way."""
+
+
+async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVStoreError | None:
     """Read a SLICES frame straight into its put's slots. A put that can't take them is told at its commit, too.
 
     The payload is read in any case, so that the connection goes on. Returns the error to report.
@@ -59,7 +73,7 @@ async def receive_slices(connection: "Connection", header: Header, meta: bytes) 
     return None
 
 
-async def stream_fetch(connection: "Connection", request: int, meta: bytes, payload: bytes) -> None:
+async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: bytes) -> None:
     """Answer a FETCH: all pieces of all runs in order, as DATA frames, then FETCHED."""
     store, message = connection.store, unpack(FetchRequest, meta)
     space = store.space(connection.session.tenant, message.namespace)
@@ -89,7 +103,7 @@ async def stream_fetch(connection: "Connection", request: int, meta: bytes, payl
 class _ReadAhead:
     """Holds the blobs of a fetch in order, bringing the next few up from SSD while earlier ones are sent."""
 
-    def __init__(self, connection: "Connection", space: Space, rows: list[int]) -> None:
+    def __init__(self, connection: Peer, space: Space, rows: list[int]) -> None:
         self._store = connection.store
         self._space = space
         self._rows = iter(rows)
@@ -120,7 +134,7 @@ class _ReadAhead:
 class _Sender:
     """Gathers pieces into DATA frames. Every slice is verified on the way: whole ones as they are sent, others before."""
 
-    def __init__(self, connection: "Connection", request: int, space: Space) -> None:
+    def __init__(self, connection: Peer, request: int, space: Space) -> None:
         self.pieces_sent = 0
         self.payload_bytes = 0
         self._connection = connection

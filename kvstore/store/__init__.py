@@ -1,10 +1,11 @@
 """The store: joins the radix tree and the tiers behind one façade. No sockets in it."""
 
 from kvstore.store.leases import Lease
+from kvstore.store.part_table import PartRun, PartTable
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult
 from kvstore.store.residency import Held
 from kvstore.store.space import NamespaceSettings, Space
-from kvstore.store.store import Match, PartRun, PartTable, Store, StoreConfig
+from kvstore.store.store import Match, Store, StoreConfig
 
 __all__ = [
     "Ack",

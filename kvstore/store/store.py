@@ -15,23 +15,22 @@ from pathlib import Path as FilePath
 
 import lmdb
 import numpy as np
-import numpy.typing as npt
 
-from kvstore.digests import DIGEST_BYTES, KEY_BYTES, NO_EXTRA, page_key
+from kvstore.digests import DIGEST_BYTES, NO_EXTRA, page_key
 from kvstore.errors import BadRequest, Busy, Conflict, KVStoreError, MissingParent, NoSpace, NotFound, UnknownNamespace
-from kvstore.kvspec import PartRange
 from kvstore.radix.journal import Journal
-from kvstore.radix.pages import DURABLE, Slots
+from kvstore.radix.pages import DURABLE
 from kvstore.radix.tree import Extras, Path, as_token_bytes
 from kvstore.store.datadir import DataDir
 from kvstore.store.leases import Lease, Leases
+from kvstore.store.part_table import PartTable, part_table
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_cover
+from kvstore.store.recovery import Recovery
 from kvstore.store.residency import Held, Residency
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.stats import Stats
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
-from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES, BlobFile
 from kvstore.tiers.watermarks import Watermarks
@@ -61,23 +60,6 @@ class StoreConfig:
     extent_bytes: int = DEFAULT_EXTENT_BYTES
     reader_threads: int = 4
     journal_bytes: int = 16 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class PartRun:
-    """Consecutive pages whose parts have one geometry."""
-
-    first_page: int
-    pages: int
-    ranges: tuple[PartRange, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PartTable:
-    """Which parts to load for a prefix: runs in page order, and `ids`, 16 bytes for each part of each page in order."""
-
-    runs: tuple[PartRun, ...]
-    ids: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +99,7 @@ class Store:
         try:
             await loop.run_in_executor(self._writer, self._open_files)
             self._wire_up()
-            await self._load_or_salvage()
+            await self._load()
         except BaseException:
             self._dir.close()
             self._writer.shutdown(wait=False)
@@ -148,50 +130,12 @@ class Store:
         )  # fmt: skip
         self._residency.writeback = self._writeback
 
-    async def _load_or_salvage(self) -> None:
-        try:
-            await self._load()
-        except lmdb.Error as error:
-            _log.error("the journal is damaged (%s): saving what can be read of it", error)
-            self.stats.corrupt_records += 1
-            self._spaces.clear()
-            self._trash.records.clear()
-            await asyncio.get_running_loop().run_in_executor(self._writer, self._reopen_journal)
-            self._writeback.journal = self._journal
-            await self._load()
-
-    def _reopen_journal(self) -> None:
-        self._journal.mark_damaged()
-        self._journal.close()
-        self._journal = Journal(self._dir.journal, self.config.journal_bytes)
-
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()
-        started = time.monotonic()
-        records, bad = await loop.run_in_executor(self._writer, self._journal.namespaces)
-        for number in bad:
-            self.stats.corrupt_records += 1
-            _log.error("the record of namespace number %d does not verify: it is dropped", number)
-            await loop.run_in_executor(self._writer, self._journal.drop_namespace, number)
-        for record in records:
-            space = self._new_space(record.number, NamespaceSettings.from_dict(record.settings))
-            label_bytes = space.spec.page_tokens * 4 + KEY_BYTES
-            groups, lost = await loop.run_in_executor(self._writer, self._journal.load, record.number, space.digest, label_bytes)
-            result = space.load(groups)
-            self.stats.corrupt_records += len(lost)
-            if lost:
-                _log.error(
-                    "%d page records of namespace %s do not verify: dropped, with %d pages below them",
-                    len(lost),
-                    space.id,
-                    len(result.orphans),
-                )
-                await loop.run_in_executor(self._writer, self._journal.delete_raw, record.number, lost)
-            self._spaces[space.id] = space
-            _log.info("namespace %s (%s): %d pages", space.settings.name, space.id, result.pages)
-        self._next_number = max([0, *(r.number for r in records), *bad]) + 1
-        if records:
-            _log.info("journal loaded in %.2f s", time.monotonic() - started)
+        recovery = Recovery(self._dir.journal, self.config.journal_bytes, self._new_space, self.stats)
+        self._journal, spaces, self._next_number = await recovery.run(self._journal, self._writer, loop)
+        self._writeback.journal = self._journal
+        self._spaces.update((space.id, space) for space in spaces)
 
     async def __aexit__(self, *_: object) -> None:
         for put in list(self._puts.values()):
@@ -364,29 +308,12 @@ class Store:
         if not parts:
             return Match(path.pages, path.pages * space.spec.page_tokens, -1, lease, None)
         slots = space.tree.path_slots(path)
-        table, in_dram = self._part_table(space, slots)
+        table, in_dram = part_table(space, slots)
         return Match(path.pages, path.pages * space.spec.page_tokens, in_dram, lease, table)
 
     def _use(self, space: Space, path: Path) -> None:
         self._tick += 1
         space.tree.touch(space.tree.path_slots(path), self._tick)
-
-    @staticmethod
-    def _part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
-        columns = space.tree.parts_of(slots)
-        resident = space.blobs.slot[columns.blob] != NO_SLOT
-        in_dram = len(slots) - len(np.unique(columns.page[~resident]))
-        geometry = np.concatenate([columns.component[:, np.newaxis].astype(np.uint16), columns.ranges], axis=1)
-        counts = np.bincount(columns.page, minlength=len(slots)).astype(np.int64)
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        runs: list[PartRun] = []
-        page = 0
-        while page < len(slots):
-            mine = geometry[starts[page] : starts[page + 1]]
-            end = _same_geometry_until(geometry, counts, starts, page)
-            runs.append(PartRun(page, end - page, tuple(PartRange(*(int(x) for x in row)) for row in mine)))
-            page = end
-        return PartTable(tuple(runs), space.blobs.ids_of(columns.blob)), in_dram
 
     def find_blob(self, space: Space, blob_id: bytes) -> int:
         """The row of a blob; NotFound if the namespace has no such blob."""
@@ -544,17 +471,6 @@ class Store:
     def backlog(self) -> int:
         """Pages waiting to be written to SSD."""
         return self._writeback.backlog
-
-
-def _same_geometry_until(geometry: npt.NDArray[np.uint16], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], page: int) -> int:
-    """The first page after `page` whose parts have another geometry."""
-    per_page = int(counts[page])
-    mine = geometry[starts[page] : starts[page + 1]]
-    differing = np.flatnonzero(counts[page:] != per_page)
-    end = page + int(differing[0]) if len(differing) else len(counts)
-    rows = geometry[starts[page] : starts[end]].reshape(end - page, per_page, 5)
-    differing = np.flatnonzero((rows != mine).any(axis=(1, 2)))
-    return page + int(differing[0]) if len(differing) else end
 
 
 def _report_death(task: "asyncio.Task[None]") -> None:

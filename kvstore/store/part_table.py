@@ -1,0 +1,57 @@
+"""Which parts make up a prefix: what `match` tells a client that is going to fetch. Pure."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.kvspec import PartRange
+from kvstore.radix.pages import Slots
+from kvstore.store.space import Space
+from kvstore.tiers.blobs import NO_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class PartRun:
+    """Consecutive pages whose parts have one geometry."""
+
+    first_page: int
+    pages: int
+    ranges: tuple[PartRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartTable:
+    """Which parts to load for a prefix: runs in page order, and `ids`, 16 bytes for each part of each page in order."""
+
+    runs: tuple[PartRun, ...]
+    ids: bytes
+
+
+def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
+    """The parts of a path's pages, and how many of the pages are in DRAM."""
+    columns = space.tree.parts_of(slots)
+    resident = space.blobs.slot[columns.blob] != NO_SLOT
+    in_dram = len(slots) - len(np.unique(columns.page[~resident]))
+    geometry = np.concatenate([columns.component[:, np.newaxis].astype(np.uint16), columns.ranges], axis=1)
+    counts = np.bincount(columns.page, minlength=len(slots)).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    runs: list[PartRun] = []
+    page = 0
+    while page < len(slots):
+        mine = geometry[starts[page] : starts[page + 1]]
+        end = _same_geometry_until(geometry, counts, starts, page)
+        runs.append(PartRun(page, end - page, tuple(PartRange(*(int(x) for x in row)) for row in mine)))
+        page = end
+    return PartTable(tuple(runs), space.blobs.ids_of(columns.blob)), in_dram
+
+
+def _same_geometry_until(geometry: npt.NDArray[np.uint16], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], page: int) -> int:
+    """The first page after `page` whose parts have another geometry."""
+    per_page = int(counts[page])
+    mine = geometry[starts[page] : starts[page + 1]]
+    differing = np.flatnonzero(counts[page:] != per_page)
+    end = page + int(differing[0]) if len(differing) else len(counts)
+    rows = geometry[starts[page] : starts[end]].reshape(end - page, per_page, 5)
+    differing = np.flatnonzero((rows != mine).any(axis=(1, 2)))
+    return page + int(differing[0]) if len(differing) else end
