@@ -46,7 +46,7 @@ class Contexts:
     def branches(self) -> list[Tokens]:
         """The long context, and three branches of two pages at each of 2,100 pages of it (fewer in small trees)."""
         pages = len(self.long) // PAGE_TOKENS
-        places = sorted(self._rng.choice(np.arange(1, pages), min(2_100, pages // 20), replace=False).tolist())
+        places = sorted(self._rng.choice(np.arange(1, pages), min(2_100, pages // 12), replace=False).tolist())
         found = [self.long]
         for place in places:
             found += [np.concatenate([self.long[: place * PAGE_TOKENS], self._random(2)]) for _ in range(3)]

@@ -10,8 +10,7 @@ import numpy as np
 
 _SHARDS = 256
 _EMPTY = -1
-_TAG_MASK = 0xFFFFFFFF
-HASH_MASK = 0xFFFFFFFFFFFFFFFF
+TAG_MASK = 0xFFFFFFFF
 
 
 class Shard:
@@ -43,7 +42,7 @@ class HashIndex:
     def candidates(self, hash64: int) -> Iterator[int]:
         """Slots that were added under this hash (or, rarely, under one that shares its bits)."""
         shard = self.shards[hash64 & 0xFF]
-        tag = (hash64 >> 8) & _TAG_MASK
+        tag = (hash64 >> 8) & TAG_MASK
         ids, tags, mask = shard.ids, shard.tags, shard.mask
         at = tag & mask
         while (slot := ids[at]) >= 0:
@@ -56,14 +55,14 @@ class HashIndex:
         shard = self.shards[hash64 & 0xFF]
         if (shard.used + 1) * 3 > (shard.mask + 1) * 2:
             shard = self._grow(hash64 & 0xFF)
-        _place(shard, (hash64 >> 8) & _TAG_MASK, slot)
+        _place(shard, (hash64 >> 8) & TAG_MASK, slot)
         shard.used += 1
 
     def remove(self, hash64: int, slot: int) -> None:
         """Remove a slot added under this hash; KeyError if it is not there."""
         shard = self.shards[hash64 & 0xFF]
         ids, tags, mask = shard.ids, shard.tags, shard.mask
-        at = (hash64 >> 8) & _TAG_MASK & mask
+        at = (hash64 >> 8) & TAG_MASK & mask
         while ids[at] != slot:
             if ids[at] == _EMPTY:
                 raise KeyError(slot)
@@ -84,7 +83,7 @@ class HashIndex:
         """Put `new` where `old` stands under this hash; KeyError if it is not there."""
         shard = self.shards[hash64 & 0xFF]
         ids, mask = shard.ids, shard.mask
-        at = (hash64 >> 8) & _TAG_MASK & mask
+        at = (hash64 >> 8) & TAG_MASK & mask
         while ids[at] != old:
             if ids[at] == _EMPTY:
                 raise KeyError(old)

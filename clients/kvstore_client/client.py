@@ -151,7 +151,7 @@ class AsyncClient:
             raise DeadlineExceeded(f"no answer from {self._pool.endpoint} within {seconds:g} s") from None
 
     async def call(
-        self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes = b"", timeout: float | None = None
+        self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"", timeout: float | None = None
     ) -> tuple[Any, bytes]:
         """One idempotent control request, repeated if the connection breaks."""
 
@@ -289,7 +289,7 @@ class Namespace:
                 new, existing = new + done.new_pages, existing + done.existing_pages
         return PutResult(new, existing)
 
-    async def _put_once(self, message: PutStart, payload: bytes, data: memoryview, parts: tuple[PartRange, ...]) -> Committed:
+    async def _put_once(self, message: PutStart, payload: bytes | memoryview, data: memoryview, parts: tuple[PartRange, ...]) -> Committed:
         """One commit. A put that is cut off is put again: whoever commits a page first wins, so that is harmless."""
 
         async def attempt() -> Committed:
@@ -301,7 +301,9 @@ class Namespace:
 
         return await self.client.pool.retry(attempt)
 
-    async def _put_attempt(self, message: PutStart, payload: bytes, data: memoryview, parts: tuple[PartRange, ...]) -> Committed:
+    async def _put_attempt(
+        self, message: PutStart, payload: bytes | memoryview, data: memoryview, parts: tuple[PartRange, ...]
+    ) -> Committed:
         pool = self.client.pool
         connection = await pool.connection(0)
         ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
@@ -406,8 +408,11 @@ def _view(tokens: Tokens) -> memoryview:
     return (tokens.data if isinstance(tokens, np.ndarray) else memoryview(tokens)).cast("B")
 
 
-def _with_extras(tokens: Tokens, extras: Extras | None) -> tuple[list[int], bytes]:
+def _with_extras(tokens: Tokens, extras: Extras | None) -> tuple[list[int], bytes | memoryview]:
     if isinstance(tokens, np.ndarray) and (tokens.dtype != np.uint32 or tokens.ndim != 1):
         raise BadRequest(f"tokens are a {tokens.ndim}-d array of {tokens.dtype}; give a 1-d array of uint32")
-    pages = sorted(extras or {})
-    return pages, b"".join([bytes(_view(tokens)), *((extras or {})[p] for p in pages)])
+    view = _view(tokens)
+    if not extras:
+        return [], view
+    pages = sorted(extras)
+    return pages, b"".join([view, *(extras[page] for page in pages)])

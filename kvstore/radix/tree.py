@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, NO_EXTRA, page_key
 from kvstore.errors import BadRequest, MissingParent
-from kvstore.hash_index import HashIndex
+from kvstore.hash_index import TAG_MASK, HashIndex
 from kvstore.kvspec import PartRange
 from kvstore.radix.pages import DURABLE, MAX_DEPTH, RECENCY_DEPTH_BITS, Nodes, Pages, PartColumns, Parts, Slots
 
@@ -87,45 +87,82 @@ class RadixTree:
 
     def match(self, tokens: bytes, extras: Extras = _NO_EXTRAS) -> Path:
         """The longest prefix of `tokens` (uint32, little-endian) in the tree, in whole pages. Changes nothing."""
+        path = None if extras or self.has_extras else self._match_runs(tokens)
+        return self._match_nodes(tokens, extras) if path is None else path
+
+    def _match_runs(self, tokens: bytes) -> Path | None:
+        """Follow the hashes of first labels, and compare the labels of nodes in consecutive slots in one go.
+
+        Nodes that were split off one long run lie so, which is what the paths of long contexts are made of. None where only
+        a comparison node by node can decide: a sealed node, or another label under an equal hash.
+        """
         nodes, width = self.nodes, self.pages.token_bytes
         parent, start, count = nodes.parent, nodes.start, nodes.count
         labels, shards = self.pages.tokens_memory, self.child_index.shards
-        plain = not extras and not self.has_extras
         path: list[int] = []
-        at, end, node, tail = 0, len(tokens) // width * width, ROOT, 0
+        at, end, node = 0, len(tokens) // width * width, ROOT
+        run, run_end, run_at = 0, 0, 0
         while at < end:
-            if plain:
-                child_hash = hash((node, tokens[at : at + width]))
-            else:
-                child_hash = _child_hash(node, tokens[at : at + width], extras.get(at // width, NO_EXTRA))
+            child_hash = hash((node, tokens[at : at + width]))
             shard = shards[child_hash & 0xFF]
-            ids, mask = shard.ids, shard.mask
-            slot = (child_hash >> 8) & mask
+            ids, tags, mask = shard.ids, shard.tags, shard.mask
+            tag = (child_hash >> 8) & TAG_MASK
+            slot = tag & mask
             while (child := ids[slot]) >= 0:
-                if parent[child] == node:
-                    first, length = start[child] * width, count[child] * width
-                    if plain and tokens.startswith(labels[first : first + length], at):
-                        break
-                    if tail := self._equal_pages(child, tokens, extras, at):
-                        break
+                if tags[slot] == tag and parent[child] == node:
+                    break
                 slot = (slot + 1) & mask
+            else:
+                if nodes.sealed_children[node]:
+                    return None
+                break
+            first = start[child] * width
+            if first != run_end:
+                if not tokens.startswith(labels[run:run_end], run_at):
+                    return self._cut(path, tokens, run, run_end, run_at)
+                run, run_at = first, at
+            path.append(child)
+            node = child
+            length = count[child] * width
+            run_end = first + length
+            at += length
+        if not tokens.startswith(labels[run:run_end], run_at):
+            return self._cut(path, tokens, run, run_end, run_at)
+        return Path(path, at // width, count[node])
+
+    def _cut(self, path: list[int], tokens: bytes, run: int, run_end: int, run_at: int) -> Path | None:
+        """End a path where its last run of labels differs from the tokens; None if that is at the first label of a node."""
+        width = self.pages.token_bytes
+        length = min(run_end - run, len(tokens) - run_at) // width
+        ours = self.pages.tokens[run // width : run // width + length]
+        same = (ours == np.frombuffer(tokens, np.uint8, length * width, run_at).reshape(length, width)).all(axis=1)
+        pages = run_at // width + (length if same.all() else int(same.argmin()))
+        while path and self.nodes.depth[path[-1]] > pages:
+            path.pop()
+        tail = pages - self.nodes.depth[path[-1]] if path else 0
+        return Path(path, pages, tail) if tail else None
+
+    def _match_nodes(self, tokens: bytes, extras: Extras) -> Path:
+        """Compare node by node, with extra digests and sealed nodes."""
+        nodes, width = self.nodes, self.pages.token_bytes
+        path: list[int] = []
+        at, end, node = 0, len(tokens) // width * width, ROOT
+        while at < end:
+            child_hash = _child_hash(node, tokens[at : at + width], extras.get(at // width, NO_EXTRA))
+            for child in self.child_index.candidates(child_hash):
+                if nodes.parent[child] == node and (equal := self._equal_pages(child, tokens, extras, at)):
+                    break
             else:
                 if not nodes.sealed_children[node]:
                     break
-                child, tail = self._match_sealed(node, tokens, extras, at)
-                if not tail:
+                child, equal = self._match_sealed(node, tokens, extras, at)
+                if not equal:
                     break
-                length = count[child] * width
             path.append(child)
-            if tail:
-                at += tail * width
-                if tail * width < length:
-                    return Path(path, at // width, tail)
-                tail = 0
-            else:
-                at += length
-            node = child
-        return Path(path, at // width, count[node])
+            node, at = child, at + equal * width
+            if equal < nodes.count[child]:
+                return Path(path, at // width, equal)
+        return Path(path, at // width, nodes.count[node])
 
     def _equal_pages(self, node: int, tokens: bytes, extras: Extras, at: int) -> int:
         width, first = self.pages.token_bytes, self.nodes.start[node]

@@ -59,9 +59,9 @@ class Channel:
         if self._end - self._start >= count:
             self._start += count
             return bytes(self._buffer[self._start - count : self._start])
-        target = bytearray(count)
-        await self.read_into(memoryview(target))
-        return bytes(target)
+        target = memoryview(bytearray(count))
+        await self.read_into(target)
+        return target.tobytes()
 
     async def read_into(self, target: memoryview, hasher: PieceHasher | None = None) -> None:
         """Fill `target`; the hasher is told of progress."""

@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import ProtocolError
@@ -90,7 +90,7 @@ class Header:
 
     def verify(self, raw: bytes | bytearray | memoryview, meta: bytes, payload: bytes) -> None:
         """Raise ProtocolError unless header, meta and control payload are as they were sent."""
-        if xxh3_64_intdigest(bytes(raw[:_CHECKED]) + meta + payload) != self.check:
+        if _check(bytes(raw[:_CHECKED]) + meta, payload) != self.check:
             raise ProtocolError(f"a {self.type.name} frame does not match its check: the bytes were changed on the way")
 
 
@@ -116,16 +116,22 @@ def decode_header(raw: bytes | bytearray | memoryview) -> Header:
 
 def encode(frame_type: FrameType, request: int, meta: bytes, payload: bytes | bytearray | memoryview = b"") -> list[bytes | memoryview]:
     """A control frame as buffers to send in order. Raises ProtocolError if it would be over the limits."""
-    size = len(payload)
+    body = memoryview(payload).cast("B")
+    size = len(body)
     if len(meta) > MAX_META or size > MAX_CONTROL_PAYLOAD:
         raise ProtocolError(f"a {frame_type.name} frame of {len(meta)} + {size} bytes: the limits are {MAX_META} + {MAX_CONTROL_PAYLOAD}")
-    body = bytes(payload)
     head = _HEADER.pack(MAGIC, PROTOCOL_VERSION, frame_type, 0, request, len(meta), size, 0)[:_CHECKED]
-    check = xxh3_64_intdigest(head + meta + body)
-    return [head + check.to_bytes(8, "little") + meta, body] if size else [head + check.to_bytes(8, "little") + meta]
+    start = head + _check(head + meta, body).to_bytes(8, "little") + meta
+    return [start, body] if size else [start]
 
 
 def encode_bulk(frame_type: FrameType, request: int, meta: bytes, payload_bytes: int, pieces: int) -> bytes:
     """Header and meta of a bulk frame; payload and digests are sent after it."""
     head = _HEADER.pack(MAGIC, PROTOCOL_VERSION, frame_type, pieces, request, len(meta), payload_bytes, 0)[:_CHECKED]
-    return head + xxh3_64_intdigest(head + meta).to_bytes(8, "little") + meta
+    return head + _check(head + meta).to_bytes(8, "little") + meta
+
+
+def _check(head_and_meta: bytes, payload: bytes | memoryview = b"") -> int:
+    state = xxh3_64(head_and_meta)
+    state.update(payload)
+    return state.intdigest()
