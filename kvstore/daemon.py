@@ -14,6 +14,7 @@ from kvstore import __version__
 from kvstore.api.data_plane import DataPlane, bind_tcp, bind_unix
 from kvstore.api.http import ControlPlane
 from kvstore.config import Config
+from kvstore.errors import KVStoreError
 from kvstore.store import Store
 
 _log = logging.getLogger("kvstore")
@@ -49,14 +50,25 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
                 async with data_plane.listen(listeners):
                     control.ready = (store, data_plane)
                     _log.info("ready: data plane on %s", ", ".join(endpoints))
-                    await stop.wait()
+                    await _first_of(stop, store.died)
                     control.ready = None
                     _log.info("stopping: flushing what is only in DRAM, for at most %.0f s", config.shutdown_timeout)
             finally:
                 _unix_path(config).unlink(missing_ok=True)
+            if store.died.is_set():
+                raise KVStoreError("a background task died, so the daemon ends: the log says of what")
     finally:
         await runner.cleanup()
     _log.info("stopped")
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _unix_path(config: Config) -> Path:

@@ -65,7 +65,7 @@ async def _replay(
         for n in range(arguments.workers)
     ]
     columns = (
-        TextColumn("[bold]replay"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
+        BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
         TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     hit = asked = fetched = put = wrong = 0
@@ -77,7 +77,7 @@ async def _replay(
             hit, asked = hit + outcome.hit_tokens, asked + outcome.input_tokens
             fetched, put = fetched + outcome.fetched_bytes, put + outcome.put_bytes
             wrong += outcome.wrong_bytes
-            text = f"hit {hit / asked:.1%}  fetched {fetched / _GIB:.2f} GiB  put {put / _GIB:.2f} GiB  wrong bytes {wrong}"
+            text = f"hit {hit / asked:.1%}, got {fetched / _GIB:.2f} GiB, put {put / _GIB:.2f} GiB, wrong {wrong}"
             progress.update(task, advance=1, text=text)
 
         return await replay(requests, workers, show)

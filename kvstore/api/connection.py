@@ -7,6 +7,7 @@ connection, at most `MAX_REQUESTS` at a time. The loop stops reading while there
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 
 from kvstore import __version__
 from kvstore.api.requests import QUICK, SLOW, Reply
@@ -21,6 +22,8 @@ _log = logging.getLogger("kvstore.connection")
 
 MAX_REQUESTS = 64
 HANDSHAKE_S = 10.0
+LARGE_PAYLOAD = 1 << 20
+"""Control payloads over this size are received by a few connections at a time, so that their memory is bounded."""
 FRAME_S = 30.0
 """How long the rest of a frame may take once its header is there, and a frame to be taken by the client."""
 
@@ -28,8 +31,9 @@ FRAME_S = 30.0
 class Connection:
     """Serves one socket until the client leaves or breaks the protocol."""
 
-    def __init__(self, channel: Channel, store: Store, sessions: Sessions, endpoint: str) -> None:
+    def __init__(self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore) -> None:
         self.store = store
+        self._large_payloads = large_payloads
         self.endpoint = endpoint
         self.channel = channel
         self.session: Session
@@ -102,7 +106,9 @@ class Connection:
         if found is None:
             return None
         header, raw = found
-        async with asyncio.timeout(FRAME_S):
+        async with asyncio.timeout(FRAME_S), AsyncExitStack() as stack:
+            if not header.bulk and header.payload_bytes > LARGE_PAYLOAD:
+                await stack.enter_async_context(self._large_payloads)
             meta, payload = await self.channel.read_body(header, raw)
             if header.type is FrameType.SLICES:
                 error = await receive_slices(self, header, meta)

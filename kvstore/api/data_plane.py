@@ -18,6 +18,7 @@ from kvstore.store import Store
 _log = logging.getLogger("kvstore.data_plane")
 
 _BACKLOG = 512
+_LARGE_PAYLOADS = 16
 
 
 class DataPlane:
@@ -28,6 +29,7 @@ class DataPlane:
         self._store = store
         self._max_connections = max_connections
         self._connections: set[asyncio.Task[None]] = set()
+        self._large_payloads = asyncio.Semaphore(_LARGE_PAYLOADS)
 
     @property
     def connection_count(self) -> int:
@@ -67,7 +69,7 @@ class DataPlane:
     async def _serve(self, sock: socket.socket, endpoint: str) -> None:
         channel = Channel(sock)
         try:
-            await Connection(channel, self._store, self.sessions, endpoint).serve()
+            await Connection(channel, self._store, self.sessions, endpoint, self._large_payloads).serve()
         except Exception:  # noqa: BLE001 - a bug in one connection must not end the others
             _log.exception("a connection failed in a way it should not")
         finally:

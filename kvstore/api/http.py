@@ -1,5 +1,6 @@
 """The HTTP control plane: health, metrics, namespaces, match, stat and blobs. See docs/http.md."""
 
+import asyncio
 import base64
 import binascii
 import dataclasses
@@ -23,6 +24,7 @@ from kvstore.kvspec import KVSpec, SliceLayout
 from kvstore.store import Held, NamespaceSettings, Space, Store
 
 MAX_BODY = 32 << 20
+_WRITE_S = 30.0
 
 
 class NamespaceBody(BaseModel):
@@ -231,5 +233,6 @@ class ControlPlane:
                 raise Corrupt(f"slice {index} of the blob did not verify; that copy was dropped")
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(bytes(held.view[low:high]))
+            async with asyncio.timeout(_WRITE_S):  # a client that does not read must not hold the blob for ever
+                await response.write(bytes(held.view[low:high]))
         await response.write_eof()

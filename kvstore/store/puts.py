@@ -98,7 +98,13 @@ class Put:
         return [layout.payload_bytes + DIGEST_BYTES * layout.count for layout in self._layouts]
 
     def add_slot(self, part: int, slot: int) -> None:
-        """Take over the DRAM slot of the next part; parts come in order, page after page."""
+        """Take over the DRAM slot of the next part; parts come in order, page after page.
+
+        Raises Cancelled (and frees the slot) if the put ended while it was being allocated.
+        """
+        if self.closed:
+            self._arena.free(slot)
+            raise Cancelled(f"put {self.handle} has ended")
         if part == 0:
             self._slots.append([])
         self._slots[-1].append(slot)
@@ -174,19 +180,22 @@ class Put:
         space, request = self.space, self.request
         existing = space.tree.match(request.tokens, request.extras).pages
         skip = max(existing - self.first_needed, 0)
-        rows = self._take_rows(skip)
         first = self.first_needed + skip
-        if first < self.total_pages:
-            new = NewPages(self.keys[skip * KEY_BYTES :], request.put_id, rows, request.ranges)
-            space.tree.insert(request.tokens, request.extras, first, new)
-            np.add.at(space.blobs.pages, rows.ravel(), 1)
-        for row in rows.ravel().tolist():
-            space.unpin(row)
+        pinned: list[int] = []
+        try:
+            rows = self._take_rows(skip, pinned)
+            if first < self.total_pages:
+                new = NewPages(self.keys[skip * KEY_BYTES :], request.put_id, rows, request.ranges)
+                space.tree.insert(request.tokens, request.extras, first, new)
+                np.add.at(space.blobs.pages, rows.ravel(), 1)
+        finally:
+            for row in pinned:
+                space.unpin(row)
         self.close()
         return PutResult(self.total_pages - first, first - request.first_page)
 
-    def _take_rows(self, skip: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
-        """Blob rows (pages, parts) for the new pages, each pinned once. Bytes that the namespace has already are dropped."""
+    def _take_rows(self, skip: int, pinned: list[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
+        """Blob rows (pages, parts) for the new pages, each pinned once and noted. Bytes that the namespace has already are dropped."""
         space = self.space
         rows = np.empty((self.page_count - skip, len(self._layouts)), np.int32)
         for (page, part), _ in np.ndenumerate(rows):
@@ -200,6 +209,7 @@ class Put:
                 space.set_slot(row, slot)
                 self._slots[skip + page][part] = -1
             space.pin(row)
+            pinned.append(row)
             rows[page, part] = row
         return rows
 

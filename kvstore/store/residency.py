@@ -1,6 +1,7 @@
 """Which blobs are in DRAM: allocation, promotion on fetch, and the mover that demotes ahead of need."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -18,6 +19,7 @@ from kvstore.tiers.watermarks import Watermarks
 
 _log = logging.getLogger("kvstore.mover")
 _STAGING_BLOBS = 4
+_ROOM_POLL_S = 0.05
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +79,8 @@ class Residency:
         return slot
 
     async def _wait_for_slot(self, slot_class: SlotClass, wait_s: float) -> int:
-        deadline = asyncio.get_running_loop().time() + wait_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
         self._demand += slot_class.slot_bytes
         try:
             while True:
@@ -85,16 +88,17 @@ class Residency:
                     return slot
                 if await self._grow(slot_class):
                     continue
-                self._wake.set()
-                try:
-                    async with asyncio.timeout_at(deadline), self._room:
-                        await self._room.wait()
-                except TimeoutError:
+                if loop.time() >= deadline:
                     usage = self._arena.usage()
                     raise Busy(
                         f"no DRAM free for {slot_class.slot_bytes} bytes ({usage.used} of {usage.capacity} in use)",
                         retry_after_ms=max(50, int(1000 * wait_s)),
-                    ) from None
+                    )
+                self._wake.set()
+                # In steps: room also comes from leases that end and puts that are dropped, which announce nothing.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_ROOM_POLL_S), self._room:
+                        await self._room.wait()
         finally:
             self._demand -= slot_class.slot_bytes
 
@@ -237,7 +241,7 @@ class Residency:
                 freed = await self._reclaim(wanted)
                 await self.announce_room()
                 await asyncio.sleep(0.001)  # those who wait take their slots before anything more is evicted
-                if not freed:
+                if freed <= 0:
                     break
             self._moving = False
 

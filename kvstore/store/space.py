@@ -175,6 +175,8 @@ class Space:
 
     def lose_blob(self, row: int) -> None:
         """A blob's bytes are gone in every tier: the pages that need it go, with their subtrees."""
+        if self.dropped:
+            return
         part_rows = np.flatnonzero(self.tree.parts.blob[: self.tree.parts.slots.high] == row)
         live = self.tree.live_slots()
         owner, part = self.tree.parts.of(self.tree.pages.part[live])

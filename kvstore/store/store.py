@@ -38,6 +38,8 @@ from kvstore.tiers.watermarks import Watermarks
 _log = logging.getLogger("kvstore.store")
 
 MAX_PUT_PAGES = 4096
+MAX_OPEN_PUTS = 1024
+"""Each holds the tokens of its prefix, so their number is bounded."""
 _YIELD_EVERY = 256
 _SWEEP_S = 0.5
 _SETTLE_POLL_S = 0.001
@@ -80,6 +82,8 @@ class Store:
         self.config = config
         self.stats = Stats()
         self.epoch = time.time_ns()
+        self.died = asyncio.Event()
+        """Set when a background task has died of a bug: the daemon should then end, and be started anew."""
         self.leases = Leases()
         self._spaces: dict[str, Space] = {}
         self._puts: dict[int, Put] = {}
@@ -112,8 +116,13 @@ class Store:
             asyncio.create_task(self._sweep_orphans(), name="kvstore-sweep"),
         ]
         for task in (self._writeback_task, *self._tasks):
-            task.add_done_callback(_report_death)
+            task.add_done_callback(self._note_death)
         return self
+
+    def _note_death(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("the background task %s died", task.get_name(), exc_info=error)
+            self.died.set()
 
     def _open_files(self) -> None:
         self._journal = Journal(self._dir.journal, self.config.journal_bytes)
@@ -351,6 +360,9 @@ class Store:
         Raises MissingParent, Busy or NoSpace; then nothing is held.
         """
         check_cover(space.spec, request.ranges)
+        if len(self._puts) >= MAX_OPEN_PUTS:
+            self.stats.puts_busy += 1
+            raise Busy(f"{MAX_OPEN_PUTS} puts are under way", retry_after_ms=100)
         put = Put(secrets.randbits(63), owner, space, request, self._arena)
         self._check_put(put)
         path = space.tree.match(request.tokens, request.extras)
@@ -471,8 +483,3 @@ class Store:
     def backlog(self) -> int:
         """Pages waiting to be written to SSD."""
         return self._writeback.backlog
-
-
-def _report_death(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.critical("the background task %s died", task.get_name(), exc_info=error)

@@ -62,6 +62,8 @@ class Writeback:
         self._view = view
         self._batch_bytes = batch_bytes
         self._queue: deque[_Request] = deque()
+        self._under_way: list[_Request] = []
+        self._stopped = False
         self._wake = asyncio.Event()
         self.lock = asyncio.Lock()
 
@@ -85,6 +87,8 @@ class Writeback:
         `rewrite` writes the records of these pages even if they have one, because what it says has changed.
         Raises NoSpace if the SSD tier can't take them: everything on it is leased or retained.
         """
+        if self._stopped:
+            raise KVStoreError("write-behind has stopped; nothing can be made durable any more")
         loop = asyncio.get_running_loop()
         futures = []
         for key in keys:
@@ -99,11 +103,17 @@ class Writeback:
         return sum(result is True for result in results)
 
     async def run(self) -> None:
-        """Commit batches until cancelled."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            await self.drain()
+        """Commit batches until cancelled. However it ends, nobody is left waiting."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                await self.drain()
+        finally:
+            self._stopped = True
+            for request in (*self._under_way, *self._queue):
+                if request.done is not None and not request.done.done():
+                    request.done.set_exception(KVStoreError("write-behind has stopped; the page is only in DRAM"))
 
     async def drain(self) -> None:
         """Commit until nothing is waiting."""
@@ -112,7 +122,8 @@ class Writeback:
                 await self._commit_once()
 
     async def _commit_once(self) -> None:
-        requests, batch = self._build()
+        self._under_way = requests = self._take()
+        batch = self._build(requests)
         failure: KVStoreError | None = None
         try:
             if batch.blobs or batch.records:
@@ -138,15 +149,20 @@ class Writeback:
         if batch.records.put_pages:
             self.journal.commit(JournalBatch(put_pages=batch.records.put_pages))
 
-    def _build(self) -> tuple[list[_Request], _Batch]:
-        batch, requests = _Batch(), []
-        wanted: dict[tuple[int, bytes], Space] = {}
-        estimate = 0
-        while self._queue and estimate < self._batch_bytes:
+    def _take(self) -> list[_Request]:
+        """The requests of the next batch: each brings at most a path, and their own blobs fit into it."""
+        requests: list[_Request] = []
+        expected = 0
+        while self._queue and expected < self._batch_bytes:
             request = self._queue.popleft()
             requests.append(request)
-            if not request.space.dropped:
-                estimate += self._plan(request, wanted)
+            expected += request.space.spec.page_bytes
+        return requests
+
+    def _build(self, requests: list[_Request]) -> _Batch:
+        batch = _Batch()
+        wanted: dict[tuple[int, bytes], Space] = {}
+        estimate = sum(self._plan(request, wanted) for request in requests if not request.space.dropped)
         refused = self._fit(estimate, {space.number: space for space in wanted.values()}.values())
         if refused is None:
             self._fill(batch, wanted)
@@ -156,7 +172,7 @@ class Writeback:
                     request.done.set_exception(refused)
         batch.records.delete_pages, batch.blobs.delete = self._trash.records, self._trash.blobs
         self._trash.records, self._trash.blobs = [], []
-        return requests, batch
+        return batch
 
     def _plan(self, request: _Request, wanted: dict[tuple[int, bytes], Space]) -> int:
         """Add the page and those ancestors that are not durable yet, ancestors first. Returns their SSD bytes."""
@@ -213,10 +229,10 @@ class Writeback:
         if failure is None:
             self._stats.group_commits += bool(batch.pages)
             for space, row in batch.rows:
-                space.blobs.on_ssd[row] = True
+                space.blobs.on_ssd[row] = not space.dropped  # of a dropped namespace, what was just written is deleted next
                 self._stats.demoted_stored_bytes += space.stored_bytes(row)
             for space, key, version in batch.pages:
-                slot = space.tree.pages.find_key(key)
+                slot = -1 if space.dropped else space.tree.pages.find_key(key)
                 if slot >= 0 and space.tree.version_of(slot) == version:
                     if not space.is_durable(slot):
                         space.mark_durable(slot)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.digests import slice_digest
-from kvstore.errors import Busy, Conflict, MissingParent, NoSpace, NotFound, UnknownNamespace, Unsupported
+from kvstore.errors import Busy, Cancelled, Conflict, MissingParent, NoSpace, NotFound, UnknownNamespace, Unsupported
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
 from kvstore.store.check import check
@@ -368,3 +368,39 @@ async def test_a_lost_page_ends_what_holds_it(tmp_path: Path) -> None:
         assert await read(store, space, (1, 2, 3)) == 1
         store.release_owner(OWNER)
         check(store)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.001, 0.004])
+async def test_a_namespace_dropped_while_it_is_written_leaves_nothing(tmp_path: Path, delay: float) -> None:
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+        other = await store.create_namespace(NamespaceSettings("default", "other", "another model", SPEC))
+        for round_number in range(5):
+            space = await store.create_namespace(settings_named())
+            async with asyncio.TaskGroup() as group:
+                for number in range(4):
+                    group.create_task(_put_or_gone(store, space, (round_number, number, 2)))
+                await asyncio.sleep(delay)
+                await store.drop_namespace(space)
+        await store.settle()
+        check(store)
+        assert store.usage()["dram"].used == store.usage()["ssd"].used == 0
+        await put(store, other, (1, 2), b"v" * 16, Ack.DURABLE)
+        assert await read(store, other, (1, 2)) == 2
+
+
+async def _put_or_gone(store: Store, space: Space, prefix: Prefix) -> None:
+    try:
+        await put(store, space, prefix, b"v" * 16, Ack.DURABLE)
+    except (NotFound, Cancelled, UnknownNamespace):
+        pass  # it was dropped
+
+
+async def test_a_full_page_table_refuses_a_put_and_keeps_nothing_of_it(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", max_pages=6)) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, (1, 2, 3, 4), b"v" * 16)
+        with pytest.raises(NoSpace):
+            await put(store, space, (5, 6, 7, 8), b"v" * 16)
+        await store.settle()
+        check(store)
+        assert await read(store, space, (1, 2, 3, 4)) == 4
