@@ -4,7 +4,8 @@ import numpy as np
 
 from kvstore.digests import page_key
 from kvstore.radix.pages import DURABLE
-from kvstore.radix.tree import MOVE_LIMIT, ROOT, RadixTree
+from kvstore.radix.structure import MOVE_LIMIT, ROOT
+from kvstore.radix.tree import RadixTree
 
 
 def check(tree: RadixTree) -> None:

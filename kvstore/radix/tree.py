@@ -9,81 +9,28 @@ through the key chain, and opened (labels filled in) the first time a path throu
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.digests import DIGEST_BYTES, KEY_BYTES, NO_EXTRA, page_key
+from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key
 from kvstore.errors import BadRequest, MissingParent
-from kvstore.hash_index import TAG_MASK, HashIndex
-from kvstore.kvspec import PartRange
-from kvstore.radix.pages import DURABLE, MAX_DEPTH, RECENCY_DEPTH_BITS, Nodes, Pages, PartColumns, Parts, Slots
+from kvstore.hash_index import TAG_MASK
+from kvstore.radix.pages import MAX_DEPTH, RECENCY_DEPTH_BITS, Slots
+from kvstore.radix.structure import ROOT, NewPages, Path, Removed, TreeStructure, child_hash
 
-ROOT = 0
+__all__ = ["ROOT", "Extras", "NewPages", "Path", "RadixTree", "Removed", "as_token_bytes", "extra_run"]
+
 Extras = Mapping[int, bytes]
 """Extra digests by page index; a page that is not in it has none."""
-
-MOVE_LIMIT = 1024
-"""A run of at most so many pages is moved to keep paths compressed; a longer one gets a child instead."""
 
 _NO_EXTRAS: Extras = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
-    """A matched prefix: the nodes from below the root, and how many pages of the last one belong to it.
+class RadixTree(TreeStructure):
+    """See the module's text."""
 
-    Valid until the tree changes.
-    """
-
-    nodes: list[int]
-    pages: int
-    tail: int
-
-
-@dataclass(frozen=True, slots=True)
-class NewPages:
-    """Pages to insert: keys (32 bytes each), version (put id), and parts: blobs (pages, parts) with one geometry a part."""
-
-    keys: bytes
-    version: bytes
-    blobs: Slots
-    ranges: tuple[PartRange, ...]
-
-
-@dataclass(slots=True)
-class Removed:
-    """What a removal took out: the blobs of all parts, with repeats, and the keys of durable pages with their blobs."""
-
-    blobs: list[Slots] = field(default_factory=list)
-    durable_keys: list[bytes] = field(default_factory=list)
-    durable_blobs: list[Slots] = field(default_factory=list)
-    pages: int = 0
-
-
-class RadixTree:
-    """See the module's text. `root_key` is the namespace digest (32 bytes), `capacity` the most pages it can hold."""
-
-    def __init__(self, root_key: bytes, page_tokens: int, capacity: int) -> None:
-        self.root_key = root_key
-        self.page_tokens = page_tokens
-        self.pages = Pages(capacity, page_tokens)
-        self.parts = Parts(4 * capacity)
-        self.nodes = Nodes(capacity + 1)
-        self.child_index = HashIndex()
-        self.has_extras = False
-        self.ever_sealed = False
-        self.nodes.new(-1, 0, 0, 0, 0)
-
-    # --- reading -----------------------------------------------------------------------------------------------------
-
-    @property
-    def page_count(self) -> int:
-        """Pages in the tree."""
-        return self._page_count
-
-    _page_count = 0
+    # --- matching ---------------------------------------------------------------------------------------------------------
 
     def match(self, tokens: bytes, extras: Extras = _NO_EXTRAS) -> Path:
         """The longest prefix of `tokens` (uint32, little-endian) in the tree, in whole pages. Changes nothing."""
@@ -103,10 +50,10 @@ class RadixTree:
         at, end, node = 0, len(tokens) // width * width, ROOT
         run, run_end, run_at = 0, 0, 0
         while at < end:
-            child_hash = hash((node, tokens[at : at + width]))
-            shard = shards[child_hash & 0xFF]
+            first_hash = hash((node, tokens[at : at + width]))
+            shard = shards[first_hash & 0xFF]
             ids, tags, mask = shard.ids, shard.tags, shard.mask
-            tag = (child_hash >> 8) & TAG_MASK
+            tag = (first_hash >> 8) & TAG_MASK
             slot = tag & mask
             while (child := ids[slot]) >= 0:
                 if tags[slot] == tag and parent[child] == node:
@@ -148,8 +95,8 @@ class RadixTree:
         path: list[int] = []
         at, end, node = 0, len(tokens) // width * width, ROOT
         while at < end:
-            child_hash = _child_hash(node, tokens[at : at + width], extras.get(at // width, NO_EXTRA))
-            for child in self.child_index.candidates(child_hash):
+            first_hash = child_hash(node, tokens[at : at + width], extras.get(at // width, NO_EXTRA))
+            for child in self.child_index.candidates(first_hash):
                 if nodes.parent[child] == node and (equal := self._equal_pages(child, tokens, extras, at)):
                     break
             else:
@@ -201,46 +148,7 @@ class RadixTree:
     def _token_run(self, tokens: bytes, first: int, count: int) -> bytes:
         return tokens[first * self.pages.token_bytes : (first + count) * self.pages.token_bytes]
 
-    def last_key(self, node: int) -> bytes:
-        """The key of a node's last page; the root's is the namespace digest."""
-        if node == ROOT:
-            return self.root_key
-        return self.pages.key_bytes(self.nodes.start[node] + self.nodes.count[node] - 1)
-
-    def key_at(self, path: Path) -> bytes:
-        """The page key of a path's boundary."""
-        if not path.nodes:
-            return self.root_key
-        return self.pages.key_bytes(self.nodes.start[path.nodes[-1]] + path.tail - 1)
-
-    def path_to(self, slot: int) -> Path:
-        """The path whose last page is in `slot`."""
-        node = int(self.pages.node[slot])
-        tail, nodes, at = slot - self.nodes.start[node] + 1, [], node
-        while at != ROOT:
-            nodes.append(at)
-            at = self.nodes.parent[at]
-        return Path(nodes[::-1], self.nodes.depth[node] + tail, tail)
-
-    def path_slots(self, path: Path, first: int = 0) -> Slots:
-        """The page slots of a path in order, from page `first` on (int32)."""
-        if path.pages <= first:
-            return np.empty(0, np.int32)
-        starts = np.fromiter((self.nodes.start[n] for n in path.nodes), np.int64, len(path.nodes))
-        depths = np.fromiter((self.nodes.depth[n] for n in path.nodes), np.int64, len(path.nodes))
-        lengths = np.append(depths[1:], path.pages) - depths
-        return (np.arange(path.pages) + np.repeat(starts - depths, lengths))[first:].astype(np.int32)
-
-    def parts_of(self, slots: Slots) -> PartColumns:
-        """The parts of pages, in the order of `slots`."""
-        owner, part = self.parts.of(self.pages.part[slots])
-        return PartColumns(owner, self.parts.blob[part], self.parts.component[part], self.parts.ranges[part])
-
-    def live_slots(self) -> Slots:
-        """The slots of all pages."""
-        return np.flatnonzero(self.pages.node[: self.pages.ranges.high] > ROOT).astype(np.int32)
-
-    # --- use ---------------------------------------------------------------------------------------------------------
+    # --- use --------------------------------------------------------------------------------------------------------------
 
     def touch(self, slots: Slots, tick: int) -> None:
         """Record a use at `tick` of the pages of a path that begins at the root.
@@ -278,7 +186,15 @@ class RadixTree:
         self.pages.leases[slots] -= 1
         return slots
 
-    # --- growing -----------------------------------------------------------------------------------------------------
+    def coldest(self, slots: Slots, count: int) -> Slots:
+        """The `count` least recent of the given pages, coldest first: leaf-first LRU order (see `touch`)."""
+        recency = self.pages.recency[slots]
+        if count < len(slots):
+            chosen = np.argpartition(recency, count)[:count]
+            slots, recency = slots[chosen], recency[chosen]
+        return slots[np.argsort(recency, kind="stable")]
+
+    # --- growing ----------------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: bytes, extras: Extras, first: int, new: NewPages) -> Path:
         """Add the pages of `tokens` from page `first` on, those that are there already left as they are: first commit wins.
@@ -324,208 +240,12 @@ class RadixTree:
             self.child_index.add(self._node_hash(node), node)
         return True
 
-    def _split_at_end(self, path: Path) -> int:
-        if not path.nodes:
-            return ROOT
-        node = path.nodes[-1]
-        return self._split(node, path.tail) if path.tail < self.nodes.count[node] else node
-
-    def _append(self, node: int, new: NewPages, *, sealed: bool) -> tuple[int, int]:
-        """Put new pages after `node`: in its own run if it is a leaf and can grow, else in a new child."""
-        count = len(new.keys) // KEY_BYTES
-        component = np.array([r.component for r in new.ranges], np.uint8)
-        ranges = np.array([(r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in new.ranges], np.uint16).reshape(-1, 4)
-        nodes, pages = self.nodes, self.pages
-        if node != ROOT and not nodes.children[node] and nodes.sealed[node] == sealed and self._grow(node, count):
-            offset = nodes.count[node]
-            nodes.count[node] += count
-        else:
-            start = pages.ranges.allocate(count)
-            parent, node, offset = node, nodes.new(node, start, count, count, nodes.depth[node] + nodes.count[node]), 0
-            nodes.sealed[node] = sealed
-            nodes.link(parent, node)
-        first = nodes.start[node] + offset
-        run = slice(first, first + count)
-        pages.part[run] = self.parts.add(new.blobs, component, ranges)
-        pages.key[run] = np.frombuffer(new.keys, np.uint8).reshape(count, KEY_BYTES)
-        pages.version[run] = np.frombuffer(new.version, np.uint8)
-        pages.node[run] = node
-        pages.leases[run] = pages.recency[run] = pages.retain[run] = pages.flags[run] = 0
-        for slot in range(first, first + count):
-            pages.key_index.add(pages.key_hash(slot), slot)
-        self._page_count += count
-        return node, offset
-
-    def _grow(self, node: int, extra: int) -> bool:
-        """Make room for `extra` more pages at the end of a node's run, moving a short run if it must."""
-        nodes, ranges = self.nodes, self.pages.ranges
-        start, count, capacity = nodes.start[node], nodes.count[node], nodes.capacity[node]
-        wanted = count + extra
-        if wanted <= capacity:
-            return True
-        if ranges.extend(start + capacity, wanted - capacity):
-            nodes.capacity[node] = wanted
-            return True
-        if count > MOVE_LIMIT:
-            return False
-        self._move(node, wanted + wanted // 4)
-        return True
-
-    def _move(self, node: int, capacity: int) -> None:
-        nodes, start = self.nodes, self.nodes.start[node]
-        target = self.pages.ranges.allocate(capacity)
-        self.pages.move(start, target, nodes.count[node])
-        self._release_range(start, nodes.capacity[node])
-        nodes.start[node], nodes.capacity[node] = target, capacity
-
-    def _release_range(self, start: int, length: int) -> None:
-        self.pages.node[start : start + length] = ROOT
-        self.pages.ranges.free(start, length)
-
-    def _write_labels(self, node: int, offset: int, tokens: bytes, extras: bytes) -> None:
-        """Store the labels of a run's last pages: their token bytes, and their extra digests (empty if none has any)."""
-        width, at = self.pages.token_bytes, self.nodes.start[node] + offset
-        self.pages.tokens_memory[at * width : at * width + len(tokens)] = tokens
-        if extras or self.has_extras:
-            self.has_extras = True
-            count = self.nodes.count[node] - offset
-            self.pages.extras_memory[at * KEY_BYTES : (at + count) * KEY_BYTES] = extras or bytes(count * KEY_BYTES)
-
-    def _split(self, node: int, pages: int) -> int:
-        """Cut a node after `pages` pages. The upper part is a new node, which is returned; the lower keeps the number."""
-        nodes, start = self.nodes, self.nodes.start[node]
-        parent, sealed = nodes.parent[node], nodes.sealed[node]
-        node_hash = 0 if sealed else self._node_hash(node)
-        upper = nodes.new(parent, start, pages, pages, nodes.depth[node])
-        nodes.sealed[upper] = sealed
-        nodes.unlink(node)
-        nodes.link(parent, upper)
-        self.pages.node[start : start + pages] = upper
-        nodes.start[node], nodes.depth[node] = start + pages, nodes.depth[node] + pages
-        nodes.count[node] -= pages
-        nodes.capacity[node] -= pages
-        nodes.link(upper, node)
-        if not sealed:
-            self.child_index.replace(node_hash, node, upper)
-            self.child_index.add(self._node_hash(node), node)
-        return upper
-
-    # --- shrinking ---------------------------------------------------------------------------------------------------
-
-    def remove(self, slot: int) -> Removed:
-        """Remove the page in `slot` and everything below it. None of it may be leased."""
-        nodes, removed = self.nodes, Removed()
-        node = int(self.pages.node[slot])
-        offset = slot - nodes.start[node]
-        below = nodes.subtree(node)
-        for at in reversed(below[1:] if offset else below):
-            self._clear(at, 0, removed)
-            self._drop_node(at)
-        if offset:
-            self._clear(node, offset, removed)
-            self._release_range(slot, nodes.capacity[node] - offset)
-            nodes.count[node] = nodes.capacity[node] = offset
-            self._merge_only_child(nodes.parent[node])
-        else:
-            self._merge_only_child(nodes.parent[node])
-        return removed
-
-    def _clear(self, node: int, offset: int, removed: Removed) -> None:
-        pages = self.pages
-        start, end = self.nodes.start[node] + offset, self.nodes.start[node] + self.nodes.count[node]
-        slots = np.arange(start, end, dtype=np.int32)
-        if pages.leases[start:end].any():
-            raise AssertionError("a leased page was about to be removed")
-        _, part = self.parts.of(pages.part[slots])
-        removed.blobs.append(self.parts.blob[part])
-        durable = slots[(pages.flags[slots] & DURABLE) != 0]
-        removed.durable_keys += [pages.key_bytes(s) for s in durable.tolist()]
-        _, durable_part = self.parts.of(pages.part[durable])
-        removed.durable_blobs.append(self.parts.blob[durable_part])
-        removed.pages += end - start
-        self.parts.slots.free_many(part)
-        for slot in range(start, end):
-            pages.key_index.remove(pages.key_hash(slot), slot)
-        self._page_count -= end - start
-
-    def _drop_node(self, node: int) -> None:
-        nodes = self.nodes
-        if not nodes.sealed[node]:
-            self.child_index.remove(self._node_hash(node), node)
-        nodes.unlink(node)
-        self._release_range(nodes.start[node], nodes.capacity[node])
-        nodes.slots.free(node)
-
-    def _merge_only_child(self, node: int) -> None:
-        """Keep paths compressed: a node left with one child takes it in, if the run is short enough to move."""
-        nodes = self.nodes
-        if node == ROOT or nodes.children[node] != 1:
-            return
-        child = nodes.child[node]
-        count, extra = nodes.count[node], nodes.count[child]
-        if nodes.sealed[child] != nodes.sealed[node] or count + extra > MOVE_LIMIT or not self._grow(node, extra):
-            return
-        if not nodes.sealed[child]:
-            self.child_index.remove(self._node_hash(child), child)
-        self.pages.move(nodes.start[child], nodes.start[node] + count, extra)
-        self.pages.node[nodes.start[node] + count : nodes.start[node] + count + extra] = node
-        self._release_range(nodes.start[child], nodes.capacity[child])
-        nodes.count[node] = count + extra
-        nodes.unlink(child)
-        nodes.child[node], nodes.children[node] = nodes.child[child], nodes.children[child]
-        nodes.sealed_children[node] = nodes.sealed_children[child]
-        for grandchild in nodes.children_of(child):
-            sealed = nodes.sealed[grandchild]
-            old_hash = 0 if sealed else self._node_hash(grandchild)
-            nodes.parent[grandchild] = node
-            if not sealed:
-                self.child_index.remove(old_hash, grandchild)
-                self.child_index.add(self._node_hash(grandchild), grandchild)
-        nodes.slots.free(child)
-
-    # --- policy ------------------------------------------------------------------------------------------------------
-
-    def coldest(self, slots: Slots, count: int) -> Slots:
-        """The `count` least recent of the given pages, coldest first: leaf-first LRU order (see `touch`)."""
-        recency = self.pages.recency[slots]
-        if count < len(slots):
-            chosen = np.argpartition(recency, count)[:count]
-            slots, recency = slots[chosen], recency[chosen]
-        return slots[np.argsort(recency, kind="stable")]
-
-    # --- hashes ------------------------------------------------------------------------------------------------------
-
-    def _node_hash(self, node: int) -> int:
-        width, first = self.pages.token_bytes, self.nodes.start[node]
-        label = self.pages.tokens_memory[first * width : (first + 1) * width]
-        extra = self.pages.extras_memory[first * KEY_BYTES : (first + 1) * KEY_BYTES] if self.has_extras else NO_EXTRA
-        return _child_hash(self.nodes.parent[node], label, extra)
-
-    # --- memory ------------------------------------------------------------------------------------------------------
-
-    def memory(self) -> dict[str, int]:
-        """Bytes in use by pages (with nodes and indices), parts and labels, each for the highest slot ever used."""
-        high = self.pages.ranges.high
-        pages = high * self.pages.row_bytes() + self.nodes.slots.high * Nodes.ROW_BYTES
-        indices = self.child_index.nbytes + self.pages.key_index.nbytes
-        labels = high * (self.pages.token_bytes + (KEY_BYTES if self.has_extras else 0))
-        return {"pages": pages + indices, "parts": self.parts.slots.high * Parts.ROW_BYTES, "labels": labels}
-
-    def version_of(self, slot: int) -> bytes:
-        """The put id of the computation a page came from; zero for the root (slot -1)."""
-        return bytes(DIGEST_BYTES) if slot < 0 else self.pages.version[slot].tobytes()
-
 
 def extra_run(extras: Extras, first: int, count: int) -> bytes:
     """The extra digests of `count` pages from `first` on, 32 bytes each; empty if none of them has any."""
     if not any(first <= page < first + count for page in extras):
         return b""
     return b"".join(extras.get(page, NO_EXTRA) for page in range(first, first + count))
-
-
-def _child_hash(parent: int, tokens: bytes, extra: bytes) -> int:
-    """The hash a child is indexed under: its parent and the first page's label. Python's keyed hash, so nobody can aim."""
-    return hash((parent, tokens)) if extra == NO_EXTRA else hash((parent, tokens, extra))
 
 
 def as_token_bytes(tokens: npt.NDArray[np.uint32] | bytes | bytearray | memoryview) -> bytes:
