@@ -75,6 +75,8 @@ class KVSpec:
     max_slice_bytes: int = MAX_SLICE_BYTES
 
     def __post_init__(self) -> None:
+        for name in ("page_tokens", "max_slice_bytes"):
+            _require(type(getattr(self, name)) is int, f"{name} is {getattr(self, name)!r}, not a whole number")
         _require(1 <= self.page_tokens <= MAX_PAGE_TOKENS, f"page_tokens is {self.page_tokens}, not 1 to {MAX_PAGE_TOKENS}")
         _require(1 <= len(self.components) <= 16, f"{len(self.components)} components: a KV spec has 1 to 16")
         _require(self.axis_order == AXIS_ORDER, f"axis_order {self.axis_order!r}: only {AXIS_ORDER!r} is defined")

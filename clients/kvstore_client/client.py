@@ -50,6 +50,7 @@ DEFAULT_ENDPOINT = "127.0.0.1:7421"
 
 _DEPTH = 2
 """Stripes that a connection has in flight, so that it never waits for the next request to travel."""
+_PUT_PAGES = 4096
 _PUT_BYTES = 64 << 20
 """A put is sent in commits of about so many bytes, the front of the prefix first."""
 
@@ -272,7 +273,7 @@ class Namespace:
         if len(source) != (total - first_page) * page_bytes:
             raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {page_bytes}")
         raw = _view(tokens)
-        step = max(1, _PUT_BYTES // page_bytes)
+        step = max(1, min(_PUT_PAGES, _PUT_BYTES // page_bytes))
         new = existing = 0
         async with self.client.deadline(timeout):
             for first in range(first_page, total, step):

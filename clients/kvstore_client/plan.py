@@ -85,7 +85,7 @@ class FetchPlan:
         self.items = items
         self.nbytes = sum(i.run.length * i.run.count for i in items)
         self._tables = [bytearray(DIGEST_BYTES * i.layout.count) for i in items]
-        self._missing = [i.layout.count for i in items]
+        self._seen: list[set[int]] = [set() for _ in items]
         self.stripes = list(_stripes(items, _stripe_bytes(self.nbytes, connections)))
 
     def arrived(self, stripe: Stripe, first: int, digests: list[bytes], claimed: bytes) -> None:
@@ -96,12 +96,12 @@ class FetchPlan:
                 raise Corrupt(f"blob {self.items[piece.item].blob.hex()}, slice {piece.slice}: the bytes that arrived do not verify")
             if piece.whole:
                 self._tables[piece.item][piece.slice * DIGEST_BYTES : (piece.slice + 1) * DIGEST_BYTES] = digest
-                self._missing[piece.item] -= 1
+                self._seen[piece.item].add(piece.slice)
 
     def verify(self) -> None:
         """All stripes are there: every blob that was fetched whole must have the id that it was asked by."""
-        for item, table, missing in zip(self.items, self._tables, self._missing, strict=True):
-            if missing == 0 and blob_id(table) != item.blob:
+        for item, table, seen in zip(self.items, self._tables, self._seen, strict=True):
+            if len(seen) == item.layout.count and blob_id(table) != item.blob:
                 raise Corrupt(f"what arrived for blob {item.blob.hex()} is another blob")
 
 

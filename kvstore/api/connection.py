@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from typing import TypeVar
 
 from kvstore import __version__
 from kvstore.api.requests import QUICK, SLOW, Reply
@@ -18,10 +19,14 @@ from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcom
 from kvstore.errors import Cancelled, ConnectionLost, KVStoreError, ProtocolError, VersionMismatch
 from kvstore.store import Store
 
+T = TypeVar("T")
+
 _log = logging.getLogger("kvstore.connection")
 
 MAX_REQUESTS = 64
+_YIELD_EVERY = 8
 HANDSHAKE_S = 10.0
+_CANCELLED_FRAME_S = 5.0
 LARGE_PAYLOAD = 1 << 20
 """Control payloads over this size are received by a few connections at a time, so that their memory is bounded."""
 FRAME_S = 30.0
@@ -39,6 +44,7 @@ class Connection:
         self.session: Session
         self._sessions = sessions
         self._write_lock = asyncio.Lock()
+        self._broken = False
         self._running: dict[int, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
@@ -91,8 +97,12 @@ class Connection:
         try:
             async with asyncio.TaskGroup() as group:
                 try:
+                    frames = 0
                     while (frame := await self._next_frame()) is not None:
                         await self._dispatch(group, *frame)
+                        frames += 1
+                        if frames % _YIELD_EVERY == 0:
+                            await asyncio.sleep(0)  # a client that never lets the socket run dry must not starve the others
                 finally:
                     for task in self._running.values():
                         task.cancel()
@@ -177,13 +187,31 @@ class Connection:
     async def reply(self, request: int, frame_type: FrameType, message: Message, payload: bytes = b"") -> None:
         """Send one control frame."""
         buffers = encode(frame_type, request, pack(message), payload)
-        async with self._write_lock, asyncio.timeout(FRAME_S):
-            await self.channel.send(buffers)
+        async with self._write_lock:
+            await self._whole_frame(self.channel.send(buffers))
 
     async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
         """Send one DATA frame. Returns the digests computed on the way."""
-        async with self._write_lock, asyncio.timeout(FRAME_S):
-            return await self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised)
+        async with self._write_lock:
+            return await self._whole_frame(self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised))
+
+    async def _whole_frame(self, sending: Coroutine[None, None, T]) -> T:
+        """Send a frame to its end, even if the request is cancelled meanwhile: half a frame would spoil the connection."""
+        if self._broken:
+            sending.close()
+            raise ConnectionLost("a frame was cut short")
+        task = asyncio.create_task(sending)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=FRAME_S)
+        except asyncio.CancelledError:
+            done, _ = await asyncio.wait({task}, timeout=_CANCELLED_FRAME_S)
+            if done and task.exception() is None:
+                raise
+        if not done:
+            self._broken = True
+            task.cancel()
+            raise ConnectionLost("the client does not take what is sent to it")
+        return task.result()
 
     async def _send_reply(self, request: int, reply: Reply) -> None:
         await self.reply(request, reply.type, reply.message, reply.payload)

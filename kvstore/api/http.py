@@ -60,7 +60,7 @@ class MatchBody(BaseModel):
             return np.array(self.tokens, "<u4").tobytes()
         try:
             return base64.b64decode(self.tokens_base64 or "", validate=True)
-        except binascii.Error as error:
+        except (binascii.Error, ValueError) as error:
             raise BadRequest(f"tokens_base64 is not base64: {error}") from error
 
 
@@ -230,9 +230,17 @@ class ControlPlane:
             whole = held.view[layout.offsets[index] : layout.offsets[index + 1]]
             if slice_digest(whole) != table[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
                 self._store.discard_bad_copy(space, held.row)
+                if response.prepared and request.transport is not None:
+                    request.transport.abort()  # too late for a problem: cut the body short instead
+                    return
                 raise Corrupt(f"slice {index} of the blob did not verify; that copy was dropped")
             if not response.prepared:
                 await response.prepare(request)
-            async with asyncio.timeout(_WRITE_S):  # a client that does not read must not hold the blob for ever
-                await response.write(bytes(held.view[low:high]))
+            try:
+                async with asyncio.timeout(_WRITE_S):
+                    await response.write(bytes(held.view[low:high]))
+            except TimeoutError:  # a client that does not read must not hold the blob for ever
+                if request.transport is not None:
+                    request.transport.abort()
+                return
         await response.write_eof()

@@ -63,7 +63,7 @@ async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVSto
     try:
         digests, claimed = await connection.channel.read_pieces(header, [(view, sizes)])
     except BaseException:
-        put.release_writer()
+        put.release_writer(page, part, first_slice, len(sizes))
         raise
     try:
         put.received(page, part, first_slice, digests, claimed)
@@ -86,15 +86,24 @@ async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: byt
         if run.blob >= len(rows):
             raise BadRequest(f"a run names blob {run.blob} of {len(rows)}")
         check_run(run, space.blobs.layout_of(rows[run.blob]))
+    for row in rows:
+        space.pin(row)  # before anything is awaited: a row that is let go may become another blob's
     sender = _Sender(connection, request, space)
     ahead = _ReadAhead(connection, space, [rows[run.blob] for run in runs])
     try:
         for run in runs:
+            ahead.start()
+            if ahead.must_wait:
+                await sender.flush()  # nothing is held while waiting, or fetches that read around DRAM could wait for each other
             await sender.send_run(run, await ahead.next())
         await sender.flush()
     finally:
         sender.release()
-        await ahead.close()
+        try:
+            await ahead.close()
+        finally:
+            for row in rows:
+                space.unpin(row)
     store.stats.fetches += 1
     store.stats.fetch_bytes += sender.payload_bytes
     await connection.reply(request, FrameType.FETCHED, Fetched(pieces=sender.pieces_sent, payload_bytes=sender.payload_bytes))
@@ -109,11 +118,20 @@ class _ReadAhead:
         self._rows = iter(rows)
         self._started: deque[Held | asyncio.Task[Held]] = deque()
 
-    async def next(self) -> Held:
-        """The next blob, held for the caller."""
+    def start(self) -> None:
+        """Begin to bring up the next few."""
         while len(self._started) < _AHEAD and (row := next(self._rows, None)) is not None:
             held = self._store.hold_resident(self._space, row)
             self._started.append(held or asyncio.create_task(self._store.hold(self._space, row)))
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the next blob is not in memory yet."""
+        first = self._started[0]
+        return isinstance(first, asyncio.Task) and not first.done()
+
+    async def next(self) -> Held:
+        """The next blob, held for the caller. Call `start` before."""
         first = self._started[0]
         held = first if isinstance(first, Held) else await first
         self._started.popleft()

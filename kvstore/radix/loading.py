@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvstore.kvspec import PartRange
 from kvstore.radix.journal import RecordGroup
-from kvstore.radix.pages import DURABLE, Slots
+from kvstore.radix.pages import DURABLE, MAX_DEPTH, Slots
 from kvstore.radix.tree import ROOT, NewPages, RadixTree
 
 BlobsOf = Callable[[npt.NDArray[np.void]], Slots]
@@ -38,7 +38,16 @@ def load_tree(tree: RadixTree, groups: list[RecordGroup], blobs_of: BlobsOf) -> 
         _insert_run(tree, group, rows, forest.parent_key(run[0], tree.root_key), blobs_of)
         pages += len(run)
     _restore_retention(tree)
+    _order_by_depth(tree)
     return LoadResult(pages, orphans)
+
+
+def _order_by_depth(tree: RadixTree) -> None:
+    """Nobody knows when a page read back was used last; but the deepest must be the first to go."""
+    nodes, recency = tree.nodes, tree.pages.recency
+    for node in nodes.subtree(ROOT)[1:]:
+        start, count = nodes.start[node], nodes.count[node]
+        recency[start : start + count] = MAX_DEPTH - (nodes.depth[node] + np.arange(count))
 
 
 def _restore_retention(tree: RadixTree) -> None:

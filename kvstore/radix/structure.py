@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, NO_EXTRA
+from kvstore.errors import NoSpace
 from kvstore.hash_index import HashIndex
 from kvstore.kvspec import PartRange
 from kvstore.radix.pages import DURABLE, Nodes, Pages, PartColumns, Parts, Slots
@@ -124,6 +125,8 @@ class TreeStructure:
         component = np.array([r.component for r in new.ranges], np.uint8)
         ranges = np.array([(r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in new.ranges], np.uint16).reshape(-1, 4)
         nodes, pages = self.nodes, self.pages
+        if self.parts.slots.available < new.blobs.size or nodes.slots.available < 1:
+            raise NoSpace("the tables of parts or nodes are full")  # before anything is changed
         if node != ROOT and not nodes.children[node] and nodes.sealed[node] == sealed and self._grow(node, count):
             offset = nodes.count[node]
             nodes.count[node] += count
@@ -156,8 +159,13 @@ class TreeStructure:
             return True
         if count > MOVE_LIMIT:
             return False
-        self._move(node, wanted + wanted // 4)
-        return True
+        for room in (wanted + wanted // 4, wanted):
+            try:
+                self._move(node, room)
+            except NoSpace:
+                continue
+            return True
+        return False
 
     def _move(self, node: int, capacity: int) -> None:
         nodes, start = self.nodes, self.nodes.start[node]

@@ -4,11 +4,13 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvstore.errors import BadRequest, NotFound
+from kvstore.errors import BadRequest, Busy, NotFound
 from kvstore.radix.tree import Path
 from kvstore.store.space import Space
 
 MAX_LEASE_S = 3600.0
+MAX_LEASES = 10_000
+"""Of one client."""
 
 
 @dataclass(slots=True)
@@ -37,6 +39,8 @@ class Leases:
         """Lease a path for `ttl_s` seconds (0 to an hour)."""
         if not 0 < ttl_s <= MAX_LEASE_S:
             raise BadRequest(f"a lease lasts up to {MAX_LEASE_S:.0f} s, not {ttl_s}")
+        if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
+            raise Busy(f"this client holds {MAX_LEASES} leases: release some", retry_after_ms=1000)
         lease = Lease(secrets.randbits(63), owner, space, space.tree.pin(path), path.pages, now + ttl_s)
         self._by_id[lease.id] = lease
         self._by_owner.setdefault(owner, set()).add(lease.id)

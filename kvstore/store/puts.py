@@ -62,6 +62,7 @@ class Put:
         self._layouts: tuple[SliceLayout, ...] = tuple(space.spec.slice_layout(r) for r in request.ranges)
         self._slots: list[list[int]] = []
         self._received = np.zeros((0, 0), np.bool_)
+        self._claimed = self._received
         self._missing = 0
         self._slice_base = np.cumsum([0, *(layout.count for layout in self._layouts)]).tolist()
         self._parent: bytes | None = None
@@ -88,6 +89,7 @@ class Put:
         """Fix which pages are wanted. `parent` is the pinned boundary before the put, `keys` those of the wanted pages."""
         self.first_needed, self._parent, self.keys = first_needed, parent, keys
         self._received = np.zeros((self.page_count, self._slice_base[-1]), np.bool_)
+        self._claimed = self._received.copy()
         self._missing = self._received.size
         if not self._missing:
             self.settled.set()
@@ -134,6 +136,10 @@ class Put:
             raise BadRequest(f"{nbytes} bytes from slice {first_slice} on do not end at a slice of sizes {layout.sizes[:8]}")
         if int(last) - first_slice != slices:
             raise BadRequest(f"{slices} digests for {int(last) - first_slice} slices")
+        claimed = self._claimed[row, self._slice_base[part] + first_slice : self._slice_base[part] + int(last)]
+        if claimed.any():
+            raise BadRequest(f"slices of page {page}, part {part} were sent twice")
+        claimed[:] = True
         self._writers += 1
         return self._arena.view(self._slots[row][part])[start:end], layout.sizes[first_slice : int(last)]
 
@@ -156,8 +162,10 @@ class Put:
         if not self._missing:
             self.settled.set()
 
-    def release_writer(self) -> None:
-        """What `locate` announced did not arrive."""
+    def release_writer(self, page: int, part: int, first_slice: int, slices: int) -> None:
+        """What `locate` announced did not arrive; it may be sent again."""
+        base = self._slice_base[part] + first_slice
+        self._claimed[page - self.first_needed, base : base + slices] = False
         self._writers -= 1
         self._free_if_idle()
 

@@ -176,6 +176,9 @@ class Residency:
             except BaseException:
                 self._arena.free(slot)
                 raise
+            if space.blobs.slot[row] != NO_SLOT:  # a put brought the same bytes meanwhile
+                self._arena.free(slot)
+                return
             space.set_slot(row, slot)
             self._stats.promoted_blobs += 1
             self._stats.promoted_stored_bytes += stored
@@ -306,9 +309,7 @@ class Residency:
         for space in spaces:
             if freed >= wanted:
                 break
-            whole = space.spec.slice_layout(space.spec.whole(0))
-            footprint = self._blob_file.footprint(whole.payload_bytes + 16 * whole.count)
-            freed += space.evict_ssd(wanted - freed, now, footprint)
+            freed += space.evict_ssd(wanted - freed, now, self._blob_file.footprint)
         return freed
 
 

@@ -213,24 +213,35 @@ class Space:
         self._stats.evicted_dram_pages += freed > 0
         return freed
 
-    def evict_ssd(self, wanted: int, now: float, footprint: int) -> int:
+    def evict_ssd(self, wanted: int, now: float, footprint: Callable[[int], int]) -> int:
         """Give up the journal records of the coldest durable pages, until `wanted` bytes on SSD will be free.
 
-        Pages that are leased, retained or wanted stay. A page without a DRAM copy is removed. Returns the bytes.
+        Pages that are leased, retained or wanted stay. A page without a DRAM copy is removed. `footprint` says what a
+        stored form takes up on SSD. Returns the bytes.
         """
         pages = self.tree.pages
         slots = self.tree.live_slots()
-        flags = pages.flags[slots]
-        slots = slots[(flags & (DURABLE | _WANTED)) == DURABLE]
+        slots = slots[(pages.flags[slots] & (DURABLE | _WANTED)) == DURABLE]
         slots = slots[(pages.leases[slots] == 0) & (pages.retain[slots] <= now)]
-        count = max(1, -(-wanted // footprint))
-        keys = [pages.key_bytes(s) for s in self.tree.coldest(slots, count).tolist()]
-        before = len(self._trash.blobs)
+        freed = 0
+        # Usually a few pages do; but pages that share their blobs free nothing until the last of them goes.
+        likely = 64 + 4 * wanted // max(1, footprint(self.spec.page_bytes))
+        keys = [pages.key_bytes(s) for s in self.tree.coldest(slots, min(likely, len(slots))).tolist()]
+        if likely < len(slots):
+            keys += [pages.key_bytes(s) for s in self.tree.coldest(slots, len(slots))[likely:].tolist()] if self._shares_blobs else []
         for key in keys:
+            if freed >= wanted:
+                break
             slot = pages.find_key(key)
             if slot >= 0 and self.is_durable(slot):
+                before = len(self._trash.blobs)
                 self._forget_durable(slot)
-        return footprint * (len(self._trash.blobs) - before)
+                freed += sum(footprint(stored) for _, _, stored in self._trash.blobs[before:])
+        return freed
+
+    @property
+    def _shares_blobs(self) -> bool:
+        return self.blobs.count < self.tree.parts.slots.used
 
     def _forget_durable(self, slot: int) -> None:
         pages = self.tree.pages

@@ -446,7 +446,8 @@ class Store:
     async def _promise(self, space: Space, path: Path) -> None:
         slots = space.tree.path_slots(path)
         retain = space.tree.pages.retain
-        retain[slots] = np.maximum(retain[slots], int(time.time()) + space.settings.retention_s)
+        if space.settings.retention_s:  # whole seconds, rounded so that it is never short of what was promised
+            retain[slots] = np.maximum(retain[slots], int(time.time()) + 2 + space.settings.retention_s)
         done = await self._writeback.make_durable(space, [space.tree.key_at(path)], rewrite=True)
         if not done:
             raise NotFound("the pages were removed before they became durable: put them again")

@@ -21,6 +21,7 @@ from kvstore.radix.journal import Journal, JournalBatch, encode_page
 from kvstore.radix.pages import DURABLE
 from kvstore.store.space import Space, Trash
 from kvstore.store.stats import Stats
+from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.ssd import BlobBatch, BlobFile
 
 _log = logging.getLogger("kvstore.writeback")
@@ -43,7 +44,9 @@ class _Batch:
     pages: list[tuple[Space, bytes, bytes]] = field(default_factory=list)
     """(space, page key, version) to be marked durable."""
     rows: list[tuple[Space, int]] = field(default_factory=list)
-    """(space, blob row) being written, pinned."""
+    """(space, blob row) being written."""
+    pinned: list[tuple[Space, int]] = field(default_factory=list)
+    """Every row of every page of the batch: none may lose its SSD copy while the record that names it is written."""
 
 
 class Writeback:
@@ -135,6 +138,7 @@ class Writeback:
             failure = NoSpace(f"the SSD tier refused a write: {error}")
             self._trash.records += batch.records.delete_pages
             self._trash.blobs += batch.blobs.delete
+            self._trash.blobs += [(number, blob, len(stored)) for number, blob, stored in batch.blobs.put]
             await asyncio.sleep(0.2)  # a failing disk is not to be hammered
         self._finish(batch, failure)
         for request in requests:
@@ -162,7 +166,8 @@ class Writeback:
     def _build(self, requests: list[_Request]) -> _Batch:
         batch = _Batch()
         wanted: dict[tuple[int, bytes], Space] = {}
-        estimate = sum(self._plan(request, wanted) for request in requests if not request.space.dropped)
+        counted: set[tuple[int, int]] = set()
+        estimate = sum(self._plan(request, wanted, counted) for request in requests if not request.space.dropped)
         refused = self._fit(estimate, {space.number: space for space in wanted.values()}.values())
         if refused is None:
             self._fill(batch, wanted)
@@ -174,7 +179,7 @@ class Writeback:
         self._trash.records, self._trash.blobs = [], []
         return batch
 
-    def _plan(self, request: _Request, wanted: dict[tuple[int, bytes], Space]) -> int:
+    def _plan(self, request: _Request, wanted: dict[tuple[int, bytes], Space], counted: set[tuple[int, int]]) -> int:
         """Add the page and those ancestors that are not durable yet, ancestors first. Returns their SSD bytes."""
         space, tree = request.space, request.space.tree
         slot = tree.pages.find_key(request.key)
@@ -189,7 +194,10 @@ class Writeback:
             name = (space.number, tree.pages.key_bytes(page))
             if name not in wanted:
                 wanted[name] = space
-                footprint += sum(self._cost(space, row) for row in space.rows_of(page))
+                for row in space.rows_of(page):
+                    if (space.number, row) not in counted:
+                        counted.add((space.number, row))
+                        footprint += self._cost(space, row)
         return footprint
 
     def _cost(self, space: Space, row: int) -> int:
@@ -200,14 +208,21 @@ class Writeback:
         now, taken = time.time(), set()
         for (number, key), space in wanted.items():
             slot = space.tree.pages.find_key(key)
+            if slot < 0:
+                continue
+            lost = [row for row in space.rows_of(slot) if not space.blobs.on_ssd[row] and space.blobs.slot[row] == NO_SLOT]
+            if lost:
+                space.lose_blob(lost[0])
+                continue
             record = space.page_record(slot, now)
             batch.records.put_pages.append((number, key, encode_page(space.digest, record)))
             batch.pages.append((space, key, record.version))
             for row in space.rows_of(slot):
+                space.pin(row)
+                batch.pinned.append((space, row))
                 if space.blobs.on_ssd[row] or (number, row) in taken:
                     continue
                 taken.add((number, row))
-                space.pin(row)
                 batch.rows.append((space, row))
                 stored = self._view(int(space.blobs.slot[row]))[: space.stored_bytes(row)]
                 batch.blobs.put.append((number, space.blobs.id_of(row), stored))
@@ -239,7 +254,7 @@ class Writeback:
                         self._stats.demoted_pages += 1
                 elif not space.dropped:
                     self._trash.records.append((space.number, key))
-        for space, row in batch.rows:
+        for space, row in batch.pinned:
             space.unpin(row)
 
     @staticmethod

@@ -85,6 +85,15 @@ def test_a_large_blob_is_striped_and_its_id_checked() -> None:
     plan.verify()
 
 
+def test_another_blob_is_noticed_after_a_stripe_was_fetched_twice() -> None:
+    plan, _, _ = whole_plan()
+    for stripe in (*plan.stripes, plan.stripes[0]):
+        other = [slice_digest(b"other")] * len(stripe.pieces)
+        plan.arrived(stripe, 0, other, b"".join(other))
+    with pytest.raises(Corrupt):
+        plan.verify()
+
+
 def test_another_blob_under_this_id_is_noticed() -> None:
     plan, _, _ = whole_plan()
     for stripe in plan.stripes:

@@ -243,6 +243,14 @@ def test_a_wrong_part_size_or_place(raw: RawClient, page: int, part: int, first:
     assert raw.alive()
 
 
+def test_slices_sent_twice_spoil_the_put(daemon: DaemonProcess, raw: RawClient) -> None:
+    ready = start_put(raw, 430)
+    send_all(raw, ready, 430)
+    raw.send_raw(slices_frame(ready.handle, 0, 0, 0, [bytes(4096)]))
+    assert raw.error().code == "bad_request"
+    assert code(raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "bad_request"
+
+
 def test_slices_of_no_put(raw: RawClient) -> None:
     raw.send_raw(slices_frame(123456, 0, 0, 0, page_slices(20, 0)))
     assert raw.error().code == "not_found"

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.api.wire import FrameType, encode, pack
+from kvstore.api.wire.messages import Empty
 from kvstore_client import (
     AsyncClient,
     Client,
@@ -22,7 +24,7 @@ from kvstore_client import (
 )
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
-from tests.integration.raw import stat, wait_for_baseline
+from tests.integration.raw import RawClient, stat, wait_for_baseline
 
 BIG = KVSpec(4, (Component("full", 8, 2, 16384),), max_slice_bytes=1 << 20)
 """Pages of 4 MiB in 8 slices."""
@@ -199,3 +201,46 @@ def test_many_clients_at_once(daemon: DaemonProcess) -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
+
+
+async def test_a_fetch_reads_around_dram_that_is_all_leased(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, "--dram", "2MiB", "--ssd", "64MiB") as daemon:
+        async with AsyncClient(daemon.endpoint, timeout=20) as client:
+            namespace = await client.namespace("pages", "rev-1", SPEC)
+            cold = context(1, pages=60)
+            await namespace.put(cold, content(cold), durable=True)
+            leased = []
+            for seed in range(100, 400, 10):
+                await namespace.put(context(seed), content(context(seed)))
+                leased.append(await namespace.match(context(seed), lease_s=60))
+            async with await namespace.match(cold) as match:
+                out = np.zeros(60 * SPEC.page_bytes, np.uint8)
+                await asyncio.gather(namespace.fetch(match, out), namespace.fetch(match, out.copy()))
+                assert np.array_equal(out, content(cold))
+
+
+async def test_a_flood_of_one_client_does_not_starve_the_others(daemon: DaemonProcess) -> None:
+    flood = RawClient(daemon.endpoint)
+    stop = threading.Event()
+    frame = b"".join(bytes(b) for b in encode(FrameType.PING, 1, pack(Empty()))) * 500
+
+    def send() -> None:
+        while not stop.is_set():
+            flood.send_raw(frame)
+
+    def receive() -> None:
+        while not stop.is_set():
+            flood.sock.recv(1 << 16)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (send, receive)]
+    for thread in threads:
+        thread.start()
+    try:
+        async with AsyncClient(daemon.endpoint, timeout=10) as client:
+            for _ in range(20):
+                await client.ping()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(10)
+        flood.sock.close()

@@ -404,3 +404,68 @@ async def test_a_full_page_table_refuses_a_put_and_keeps_nothing_of_it(tmp_path:
         await store.settle()
         check(store)
         assert await read(store, space, (1, 2, 3, 4)) == 4
+
+
+async def test_bytes_promoted_while_a_put_brings_the_same(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(retention_s=0))
+        await put(store, space, (1,), b"v" * 16, Ack.DURABLE)
+        slot = int(space.tree.path_slots(space.tree.match(tokens_of((1,))))[0])
+        row = space.rows_of(slot)[0]
+        space.evict_dram(slot)
+        promoting = asyncio.create_task(store.hold(space, row))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        twin = await store.begin_put(OWNER, space, PutRequest(b"v" * 16, tokens_of((2,)), {}, 0, PARTS, Ack.MEMORY))
+        for part, part_range in enumerate(PARTS):
+            data, sizes = page_bytes((1,), b"v" * 16, part), SPEC.slice_layout(part_range).sizes
+            view, _ = twin.locate(0, part, 0, len(data), len(sizes))
+            view[:] = data
+            digests = [slice_digest(data[o : o + s]) for o, s in zip(SPEC.slice_layout(part_range).offsets, sizes, strict=False)]
+            twin.received(0, part, 0, digests, b"".join(digests))
+        await store.commit_put(twin)
+        (await promoting).release()
+        await store.settle()
+        check(store)
+
+
+async def test_after_a_restart_the_deepest_pages_are_still_the_first_to_go(tmp_path: Path) -> None:
+    chain = tuple(range(20))
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+        space = await store.create_namespace(settings_named(retention_s=0))
+        await put(store, space, chain, b"v" * 16, Ack.DURABLE)
+        held = store.match(space, tokens_of(chain), {}).pages
+    assert held == 20
+    async with Store(config(tmp_path / "d", ssd_bytes=25 * 16_320)) as store:
+        space = store.space("default", "ns")
+        for number in range(100, 112):
+            await put(store, space, (number,), b"v" * 16, Ack.DURABLE)
+            await store.settle()
+            check(store)
+        assert 5 < store.match(space, tokens_of(chain), {}).pages < 20
+
+
+async def test_a_fetch_in_the_middle_of_a_durable_put_takes_nothing_from_it(tmp_path: Path) -> None:
+    """The blob is on SSD for another page, which has just been given up, when a durable put names it again."""
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(retention_s=3600))
+        await put(store, space, (1,), b"v" * 16)
+        slot = int(space.tree.path_slots(space.tree.match(tokens_of((1,))))[0])
+        rows = space.rows_of(slot)
+        await store._writeback.make_durable(space, [space.tree.pages.key_bytes(slot)])
+        for row in rows:
+            space.blobs.durable_pages[row] = 0  # as after `evict_ssd` of a twin: the bytes are there, no record names them
+        space.tree.pages.flags[slot] = 0
+        acknowledged = asyncio.create_task(put(store, space, (1,), b"w" * 16, Ack.DURABLE))
+        for _ in range(200):
+            for row in rows:
+                (await store.hold(space, row)).release()
+            await asyncio.sleep(0)
+        await acknowledged
+        shutil.copytree(tmp_path / "d", tmp_path / "copy")
+    await _all_there(tmp_path / "copy", (1,))
+
+
+async def _all_there(data_dir: Path, prefix: Prefix) -> None:
+    async with Store(config(data_dir)) as store:
+        assert await read(store, store.space("default", "ns"), prefix) == len(prefix)
