@@ -33,7 +33,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
     store_config = config.store_config()
     _log.info("kvstore %s, data in %s", __version__, config.data_dir)
     for tier, size in (("DRAM", store_config.dram_bytes), ("SSD", store_config.ssd_bytes)):
-        _log.info("%s tier: %.2f GiB", tier, size / (1 << 30))
+        _log.info("%s tier: %.1f MiB", tier, size / (1 << 20))
     endpoints: list[str] = []
     control = ControlPlane(endpoints)
     http_socket, http_endpoint = bind_tcp(config.host, config.http_port)

@@ -49,8 +49,8 @@ def parse_endpoint(endpoint: str) -> tuple[socket.AddressFamily, str | tuple[str
     if endpoint.startswith("unix:"):
         return socket.AF_UNIX, endpoint[5:]
     host, colon, port = endpoint.rpartition(":")
-    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
-        raise BadRequest(f"endpoint {endpoint!r} is neither HOST:PORT nor unix:PATH")
+    if "/" in host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise BadRequest(f"endpoint {endpoint!r} is neither HOST:PORT nor unix:PATH of a data plane")
     host = host.strip("[]") or "127.0.0.1"
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
 
@@ -81,7 +81,8 @@ class Connection:
             await connection._shake_hands(Hello(versions=[PROTOCOL_VERSION], client=client, token=token, session=session))
         except OSError as error:
             sock.close()
-            raise ConnectionLost(f"can't connect to {endpoint}: {error.strerror or error}") from error
+            reason = error.strerror or str(error)
+            raise ConnectionLost(f"can't connect to {endpoint}: {reason}; is a daemon there? (`kvstore serve` starts one)") from error
         except BaseException:
             sock.close()
             raise

@@ -81,5 +81,7 @@ class Pool:
             try:
                 return await attempt()
             except ConnectionLost:
+                if not self.epoch:
+                    raise  # it was never reached: more likely a wrong address than a restart
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(2 * backoff, _MAX_BACKOFF_S)

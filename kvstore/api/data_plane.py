@@ -12,7 +12,7 @@ from pathlib import Path
 from kvstore.api.connection import Connection
 from kvstore.api.sessions import Sessions
 from kvstore.api.wire import Channel
-from kvstore.errors import KVStoreError
+from kvstore.errors import Conflict
 from kvstore.store import Store
 
 _log = logging.getLogger("kvstore.data_plane")
@@ -87,7 +87,7 @@ def bind_tcp(host: str, port: int) -> tuple[socket.socket, str]:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise KVStoreError(f"can't listen on {host}:{port}: {error.strerror}; choose another address or port") from error
+        raise Conflict(f"can't listen on {host}:{port}: {error.strerror}; choose others with --host, --port and --http-port") from error
     name = f"[{host}]" if ":" in host else host
     return listener, f"{name}:{listener.getsockname()[1]}"
 
@@ -108,5 +108,5 @@ def bind_unix(path: Path) -> tuple[socket.socket, str]:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise KVStoreError(f"can't listen on {path}: {error}; choose another --unix-socket") from error
+        raise Conflict(f"can't listen on {path}: {error}; choose another --unix-socket") from error
     return listener, f"unix:{path}"

@@ -1,5 +1,12 @@
 """The `kvstore` command: run a daemon, look at it, and move pages by hand."""
 
-from kvstore.cli.app import main
+import sys
 
-__all__ = ["main"]
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from kvstore.cli.app import main as run
+    except ModuleNotFoundError as error:
+        sys.exit(f"kvstore: the command needs the daemon's packages ({error.name} is missing): install kvstore[server]")
+    run()

@@ -1,5 +1,6 @@
 """What several commands need: where the daemon is, tokens from the command line, and output for people or scripts."""
 
+import http.client
 import json
 import os
 import urllib.error
@@ -27,8 +28,8 @@ TokensOption = Annotated[str, typer.Option("--tokens", "-t", help="Token ids: 1,
 def http_json(base: str, path: str, *, method: str = "GET", body: object | None = None) -> Any:
     """One request to the control plane. Raises the daemon's typed error, or ConnectionLost."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(base.rstrip("/") + path, data, {"Content-Type": "application/json"}, method=method)
     try:
+        request = urllib.request.Request(base.rstrip("/") + path, data, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=30) as response:
             raw = response.read()
             return json.loads(raw) if raw else None
@@ -38,9 +39,11 @@ def http_json(base: str, path: str, *, method: str = "GET", body: object | None 
         except ValueError:
             problem = {}
         raise error_from_code(problem.get("code", "internal"), problem.get("detail", str(error))) from None
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise ConnectionLost(f"no daemon answers at {base} ({reason}); start one with `kvstore serve`, or give --http") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error) or type(error).__name__
+        raise ConnectionLost(
+            f"no daemon answers at {base} ({reason}); start one with `kvstore serve`, or give --http http://HOST:PORT"
+        ) from None
 
 
 def parse_tokens(text: str) -> npt.NDArray[np.uint32]:
@@ -50,9 +53,14 @@ def parse_tokens(text: str) -> npt.NDArray[np.uint32]:
             path = Path(text[1:])
             if path.suffix == ".npy":
                 loaded = np.load(path, allow_pickle=False)
-                return np.ascontiguousarray(loaded.ravel(), dtype=np.uint32)
-            return np.fromfile(path, "<u4").astype(np.uint32)
-        return np.array([int(part) for part in text.split(",") if part.strip()], np.uint32)
+                if loaded.ndim != 1 or loaded.dtype.kind not in "iu":
+                    raise ValueError(f"a {loaded.ndim}-d array of {loaded.dtype}, not a 1-d array of integers")
+                return np.array(loaded.tolist(), np.uint32)
+            raw = path.read_bytes()
+            if len(raw) % 4:
+                raise ValueError(f"{len(raw)} bytes are not a whole number of uint32")
+            return np.frombuffer(raw, "<u4").astype(np.uint32)
+        return np.array([int(part) for part in text.split(",")], np.uint32)
     except (OSError, ValueError, OverflowError) as error:
         raise BadRequest(f"can't read tokens from {text[:60]!r}: {error}") from error
 

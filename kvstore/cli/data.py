@@ -66,7 +66,10 @@ def get(
     if str(out) == "-":
         sys.stdout.buffer.write(content.tobytes())
         return
-    content.tofile(out)
+    try:
+        content.tofile(out)
+    except OSError as error:
+        raise BadRequest(f"can't write {out}: {error.strerror}") from error
     if as_json:
         print_json({"pages": pages, "tokens": matched, "bytes": len(content), "seconds": seconds})
     else:

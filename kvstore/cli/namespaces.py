@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -81,7 +82,7 @@ def _fingerprint(model: str, folder: Path | None, fingerprint: str, dtype: str) 
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="Name or id.")], http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None:
     """Describe a namespace."""
-    info = http_json(http, f"/v1/namespaces/{name}")
+    info = http_json(http, f"/v1/namespaces/{quote(name, safe='')}")
     if as_json:
         print_json(info)
         return
@@ -98,7 +99,7 @@ def drop(
     http: HttpOption = DEFAULT_HTTP,
 ) -> None:
     """Forget a namespace and everything in it; its space comes back at once."""
-    info = http_json(http, f"/v1/namespaces/{name}")
+    info = http_json(http, f"/v1/namespaces/{quote(name, safe='')}")
     if not yes:
         typer.confirm(f"Drop {info['name']} ({info['id']}) with {info['pages']:,} pages?", abort=True)
     http_json(http, f"/v1/namespaces/{info['id']}", method="DELETE")

@@ -1,15 +1,19 @@
 """Builds a radix tree from journal records. Pure: the records come in as arrays, the blobs as numbers."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.errors import NoSpace
 from kvstore.kvspec import PartRange
 from kvstore.radix.journal import RecordGroup
 from kvstore.radix.pages import DURABLE, MAX_DEPTH, Slots
 from kvstore.radix.tree import ROOT, NewPages, RadixTree
+
+_log = logging.getLogger("kvstore.loading")
 
 BlobsOf = Callable[[npt.NDArray[np.void]], Slots]
 """Turns part records (rows of pages, columns of parts) into blob numbers of the same shape."""
@@ -35,7 +39,11 @@ def load_tree(tree: RadixTree, groups: list[RecordGroup], blobs_of: BlobsOf) -> 
     orphans = [forest.keys[index].tobytes() for index in forest.orphans]
     for run in forest.runs():
         group, rows = forest.locate(run)
-        _insert_run(tree, group, rows, forest.parent_key(run[0], tree.root_key), blobs_of)
+        try:
+            _insert_run(tree, group, rows, forest.parent_key(run[0], tree.root_key), blobs_of)
+        except NoSpace as error:  # a smaller `max_pages` than before: open with what fits
+            _log.error("%d pages are left out: %s", len(run), error.message)
+            continue
         pages += len(run)
     _restore_retention(tree)
     _order_by_depth(tree)
@@ -71,7 +79,7 @@ def _insert_run(tree: RadixTree, group: RecordGroup, rows: Slots, parent_key: by
         extras = run_labels[:, tree.pages.token_bytes :]
         labels = (run_labels[:, : tree.pages.token_bytes].tobytes(), extras.tobytes() if extras.any() else b"")
     if not tree.insert_below(parent_key, new, labels):
-        raise AssertionError("a run was loaded before its parent")
+        raise NoSpace("their parents were left out")
     last = tree.pages.find_key(keys[-32:])
     run = slice(last - len(rows) + 1, last + 1)
     tree.pages.flags[run] |= DURABLE

@@ -56,7 +56,8 @@ class TreeStructure:
     def __init__(self, root_key: bytes, page_tokens: int, capacity: int) -> None:
         self.root_key = root_key
         self.page_tokens = page_tokens
-        self.pages = Pages(capacity, page_tokens)
+        self.capacity = capacity
+        self.pages = Pages(2 * capacity, page_tokens)  # room for runs to move in; slots cost nothing until they are used
         self.parts = Parts(4 * capacity)
         self.nodes = Nodes(capacity + 1)
         self.child_index = HashIndex()
@@ -125,6 +126,8 @@ class TreeStructure:
         component = np.array([r.component for r in new.ranges], np.uint8)
         ranges = np.array([(r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in new.ranges], np.uint16).reshape(-1, 4)
         nodes, pages = self.nodes, self.pages
+        if self._page_count + count > self.capacity:
+            raise NoSpace(f"the table of pages is full ({self.capacity})")
         if self.parts.slots.available < new.blobs.size or nodes.slots.available < 1:
             raise NoSpace("the tables of parts or nodes are full")  # before anything is changed
         if node != ROOT and not nodes.children[node] and nodes.sealed[node] == sealed and self._grow(node, count):

@@ -3,6 +3,7 @@
 Everything here is bookkeeping on the loop's thread: no await, no I/O. What has to be deleted on disk is queued in `Trash`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from kvstore.store.stats import Stats
 from kvstore.tiers.blobs import NO_SLOT, BlobTable, stored_bytes
 from kvstore.tiers.dram import Arena
 
+_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,200}")
 _WANTED = 2
 """Page flag: part of a batch being put together, so not to be evicted from SSD to make room for it."""
 
@@ -36,6 +38,8 @@ class NamespaceSettings:
     retention_s: int = 86_400
 
     def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise BadRequest(f"the name {self.name[:100]!r} is not 1 to 200 letters, digits and ._:@- characters")
         if not self.fingerprint:
             raise BadRequest("the model fingerprint is empty: compute one, or give an explicit revision")
         if not 0 <= self.retention_s <= 10 * 365 * 86_400:

@@ -127,6 +127,13 @@ class Store:
     def _open_files(self) -> None:
         self._journal = Journal(self._dir.journal, self.config.journal_bytes)
         self._blob_file = BlobFile(self._dir.blobs, self.config.ssd_bytes, self.config.extent_bytes)
+        usage = self._blob_file.usage()
+        if usage.used > usage.capacity:
+            _log.warning(
+                "the SSD tier holds %d bytes, more than its new capacity of %d: it shrinks as new pages are written",
+                usage.used,
+                usage.capacity,
+            )
 
     def _wire_up(self) -> None:
         config = self.config
@@ -398,7 +405,10 @@ class Store:
         needed = pages * sum(Arena.slot_class("", size).slot_bytes for size in put.stored_sizes)
         if needed > self.config.dram_bytes:
             self.stats.puts_no_space += 1
-            raise NoSpace(f"a put of {needed} bytes does not fit into a DRAM tier of {self.config.dram_bytes}: put fewer pages at once")
+            raise NoSpace(
+                f"a put of {needed} bytes does not fit into a DRAM tier of {self.config.dram_bytes}: "
+                "put fewer pages at once, or give the daemon a larger --dram"
+            )
         if request.ack is Ack.DURABLE and pages * sum(self._blob_file.footprint(s) for s in put.stored_sizes) > self.config.ssd_bytes:
             self.stats.puts_no_space += 1
             raise NoSpace(f"a durable put of {needed} bytes does not fit into an SSD tier of {self.config.ssd_bytes}")

@@ -300,7 +300,7 @@ async def test_namespaces(tmp_path: Path) -> None:
         with pytest.raises(Conflict):
             await store.create_namespace(NamespaceSettings("default", "ns", "another model", SPEC))
         with pytest.raises(Conflict):
-            await store.create_namespace(settings_named("other name"))
+            await store.create_namespace(settings_named("other-name"))
         with pytest.raises(UnknownNamespace):
             store.space("another tenant", space.id)
         with pytest.raises(Unsupported):
