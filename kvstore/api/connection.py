@@ -26,7 +26,6 @@ _log = logging.getLogger("kvstore.connection")
 MAX_REQUESTS = 64
 _YIELD_EVERY = 8
 HANDSHAKE_S = 10.0
-_CANCELLED_FRAME_S = 5.0
 LARGE_PAYLOAD = 1 << 20
 """Control payloads over this size are received by a few connections at a time, so that their memory is bounded."""
 FRAME_S = 30.0
@@ -45,6 +44,8 @@ class Connection:
         self._sessions = sessions
         self._write_lock = asyncio.Lock()
         self._broken = False
+        self._fetches: set[int] = set()
+        self._cancelled: set[int] = set()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
@@ -131,9 +132,7 @@ class Connection:
         if kind is FrameType.SLICES:
             return
         if kind is FrameType.CANCEL:
-            task = self._running.get(unpack(Cancel, meta).target)
-            if task is not None:
-                task.cancel()
+            self._cancel(unpack(Cancel, meta).target)
         elif kind in QUICK:
             message_type, quick = QUICK[kind]
             try:
@@ -142,12 +141,21 @@ class Connection:
                 self._fatal_if_protocol(error)
                 await self._error(header.request, error)
         elif kind is FrameType.FETCH:
+            self._fetches.add(header.request)
             await self._start(group, header, stream_fetch(self, header.request, meta, payload))
         elif kind in SLOW:
             message_type, slow = SLOW[kind]
             await self._start(group, header, self._slow(header.request, slow(self, unpack(message_type, meta), payload)))
         else:
             raise ProtocolError(f"a {kind.name} frame from a client")
+
+    def _cancel(self, request: int) -> None:
+        """Stop a request. A fetch stops before its next frame: half a frame would spoil the connection."""
+        task = self._running.get(request)
+        if task is not None and request in self._fetches:
+            self._cancelled.add(request)
+        elif task is not None:
+            task.cancel()
 
     async def _slow(self, request: int, answer: Coroutine[None, None, Reply]) -> None:
         await self._send_reply(request, await answer)
@@ -175,6 +183,8 @@ class Connection:
             await self._error(header.request, KVStoreError("the daemon failed at this request; its log says how"))
         finally:
             self._running.pop(header.request, None)
+            self._fetches.discard(header.request)
+            self._cancelled.discard(header.request)
             self._slots.release()
 
     @staticmethod
@@ -188,30 +198,26 @@ class Connection:
         """Send one control frame."""
         buffers = encode(frame_type, request, pack(message), payload)
         async with self._write_lock:
-            await self._whole_frame(self.channel.send(buffers))
+            await self._sent_whole(self.channel.send(buffers))
 
     async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
         """Send one DATA frame. Returns the digests computed on the way."""
         async with self._write_lock:
-            return await self._whole_frame(self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised))
+            if request in self._cancelled:
+                raise Cancelled("the request was cancelled")
+            return await self._sent_whole(self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised))
 
-    async def _whole_frame(self, sending: Coroutine[None, None, T]) -> T:
-        """Send a frame to its end, even if the request is cancelled meanwhile: half a frame would spoil the connection."""
+    async def _sent_whole(self, sending: Coroutine[None, None, T]) -> T:
+        """Send a frame. One that is cut short, by time or by a task that ends, spoils the connection: it is given up."""
         if self._broken:
             sending.close()
             raise ConnectionLost("a frame was cut short")
-        task = asyncio.create_task(sending)
         try:
-            done, _ = await asyncio.wait({task}, timeout=FRAME_S)
-        except asyncio.CancelledError:
-            done, _ = await asyncio.wait({task}, timeout=_CANCELLED_FRAME_S)
-            if done and task.exception() is None:
-                raise
-        if not done:
+            async with asyncio.timeout(FRAME_S):
+                return await sending
+        except (TimeoutError, asyncio.CancelledError) as error:
             self._broken = True
-            task.cancel()
-            raise ConnectionLost("the client does not take what is sent to it")
-        return task.result()
+            raise ConnectionLost("the client does not take what is sent to it") from error
 
     async def _send_reply(self, request: int, reply: Reply) -> None:
         await self.reply(request, reply.type, reply.message, reply.payload)
