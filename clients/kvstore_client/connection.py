@@ -23,7 +23,7 @@ from kvstore.api.wire import (
     pack,
     unpack,
 )
-from kvstore.api.wire.messages import Cancel, ErrorReply, Fetched, FetchRequest, Hello, Message, Welcome
+from kvstore.api.wire.messages import Cancel, ErrorReply, Fetched, FetchRequest, Hello, Message, PutHandle, PutReady, Welcome
 from kvstore.api.wire.runs import pack_runs
 from kvstore_client.plan import Stripe
 
@@ -67,6 +67,7 @@ class Connection:
         self._receiving: int | None = None
         self._frame_done = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
         self.lost: KVStoreError | None = None
 
     @classmethod
@@ -157,6 +158,10 @@ class Connection:
             await self._send(buffers)
             return await call.done
         except asyncio.CancelledError:
+            if call.done.done() and not call.done.cancelled() and call.done.exception() is None:
+                header, meta, _ = call.done.result()  # the answer came in the same moment
+                if header.type is FrameType.PUT_READY:
+                    self._abort_late(meta)
             await self._cancel(number)
             raise
         finally:
@@ -211,6 +216,8 @@ class Connection:
             raise _typed(meta)
         call = self._calls.pop(header.request, None)
         if call is None or call.done.done():
+            if header.type is FrameType.PUT_READY:  # a put that was cancelled while it was asked for: it must not stay open
+                self._abort_late(meta)
             return  # it was cancelled, or it is an early word on slices whose commit will say the same
         if header.type is FrameType.ERROR:
             call.done.set_exception(_typed(meta))
@@ -242,6 +249,17 @@ class Connection:
             except KVStoreError as error:
                 call.target = None
                 call.done.set_exception(error)
+
+    def _abort_late(self, meta: bytes) -> None:
+        task = asyncio.create_task(self._abort_put(unpack(PutReady, meta).handle))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort_put(self, handle: int) -> None:
+        try:
+            await self._send(encode(FrameType.ABORT, next(self._numbers), pack(PutHandle(handle=handle))))
+        except ConnectionLost:
+            pass  # then the daemon ends the put with the session
 
     def _fail(self, error: KVStoreError) -> None:
         if self.lost is None:
