@@ -1,0 +1,60 @@
+"""Fetches, against a peer that does the worst between two frames."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from kvstore.api.sessions import Session
+from kvstore.api.streaming import stream_fetch
+from kvstore.api.wire import Channel, FrameType, Run, pack, pack_runs, slice_digest
+from kvstore.api.wire.messages import FetchRequest, Message
+from kvstore.store import Space, Store
+from kvstore.store.check import check
+from tests.store.test_store import PARTS, config, page_bytes, put, settings_named, tokens_of
+
+
+class EvictingPeer:
+    """After the first frame it evicts all that is being fetched, and puts other pages in its place."""
+
+    def __init__(self, store: Store, space: Space) -> None:
+        self.store = store
+        self.session = Session(b"", 1, "default", "test")
+        self.channel = cast(Channel, None)
+        self.sent = b""
+        self._space = space
+        self._frames = 0
+
+    async def reply(self, request: int, frame_type: FrameType, message: Message, payload: bytes = b"") -> None:
+        assert frame_type is FrameType.FETCHED
+
+    async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
+        self._frames += 1
+        self.sent += b"".join(pieces)
+        if self._frames == 1:
+            first = self._space.tree.path_slots(self._space.tree.match(tokens_of((1,))))[0]
+            self._space.remove_page(int(first))
+            await put(self.store, self._space, tuple(range(5000, 5400)), b"other".ljust(16))
+        return [slice_digest(p) for p in pieces]
+
+
+async def test_a_blob_evicted_in_the_middle_of_its_fetch_is_not_replaced_by_another(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"dram_bytes": 64 << 20, "ssd_bytes": 64 << 20, "segment_bytes": 1 << 20}
+    prefix = (1, *range(10, 760))
+    async with Store(config(tmp_path / "d", **sizes)) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, prefix, b"v" * 16)
+        table = store.match(space, tokens_of(prefix), {}, parts=True).parts
+        assert table is not None
+        ids = [table.ids[i : i + 16] for i in range(0, len(table.ids), 16)]
+        head = [ids[page * len(PARTS)] for page in range(len(prefix))]  # part 0: one of the two heads
+        half = len(page_bytes(prefix[:1], b"v" * 16, 0)) - 64  # less than the slices, so that no blob id can vouch for it
+        runs = [Run(number, 0, half) for number in range(len(head))]
+        peer = EvictingPeer(store, space)
+        await stream_fetch(peer, 1, pack(FetchRequest(namespace="ns", blobs=len(head))), b"".join(head) + pack_runs(runs))
+        expected = b"".join(page_bytes(prefix[: page + 1], b"v" * 16, 0)[:half] for page in range(len(prefix)))
+        assert len(peer.sent) == len(expected) > 1 << 20, "one frame took it all: this test shows nothing"
+        assert np.array_equal(np.frombuffer(peer.sent, np.uint8), np.frombuffer(expected, np.uint8)), "another blob's bytes were served"
+        await store.settle()
+        check(store)
