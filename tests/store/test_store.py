@@ -457,11 +457,13 @@ async def test_a_fetch_in_the_middle_of_a_durable_put_takes_nothing_from_it(tmp_
             space.blobs.durable_pages[row] = 0  # as after `evict_ssd` of a twin: the bytes are there, no record names them
         space.tree.pages.flags[slot] = 0
         acknowledged = asyncio.create_task(put(store, space, (1,), b"w" * 16, Ack.DURABLE))
-        for _ in range(200):
-            for row in rows:
-                (await store.hold(space, row)).release()
+        while not store._writeback.lock.locked():
             await asyncio.sleep(0)
+        for row in rows:
+            (await store.hold(space, row)).release()
         await acknowledged
+        await store.settle()
+        check(store)
         shutil.copytree(tmp_path / "d", tmp_path / "copy")
     await _all_there(tmp_path / "copy", (1,))
 
