@@ -78,7 +78,7 @@ def _insert(tree: RadixTree, tokens: Tokens) -> None:
     width = tree.pages.token_bytes
     labels = (raw[i * width : (i + 1) * width] + bytes(32) for i in range(first.pages, first.pages + count))
     keys = b"".join(page_key_chain(tree.key_at(first), labels))
-    tree.insert(raw, {}, first.pages, NewPages(keys, bytes(16), np.zeros((count, 1), np.int32), WHOLE))
+    tree.extend(first, raw[first.pages * width :], {}, NewPages(keys, bytes(16), np.zeros((count, 1), np.int32), WHOLE))
 
 
 def in_process(report: Report, pages: int, repetitions: int) -> None:

@@ -102,6 +102,11 @@ class KVSpec:
         )
         _require(0 <= part.head_lo < part.head_hi <= c.kv_heads, f"heads [{part.head_lo}, {part.head_hi}) are not inside [0, {c.kv_heads})")
 
+    def boundary_pages(self, component: int) -> int:
+        """On how many pages right before a boundary a component is needed to go on from it; 0 for all pages."""
+        c = self.components[component]
+        return {"full": 0, "window": -(-c.window // self.page_tokens), "state": 1}[c.kind]
+
     def layer_bytes(self, part: PartRange) -> int:
         """Bytes of one layer of a part."""
         c = self.components[part.component]

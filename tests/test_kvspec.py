@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvstore.digests import NO_EXTRA, extra_digest
 from kvstore.errors import BadRequest
 from kvstore.kvspec import Component, KVSpec, PartRange, namespace_digest
-from kvstore.store.puts import check_cover
+from kvstore.store.pending import overlap, whole_components
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 256), st.integers(1, 64), st.sampled_from([4096, 65536, 1 << 20]))
@@ -58,17 +58,17 @@ def test_a_bad_spec_is_refused(bad: dict[str, object]) -> None:
         KVSpec.from_dict(good | bad)
 
 
-def test_parts_must_cover_a_page_exactly_once() -> None:
-    spec = KVSpec(16, (Component("full", 4, 2, 8),))
-    check_cover(spec, (PartRange(0, 0, 2, 0, 2), PartRange(0, 2, 4, 0, 1), PartRange(0, 2, 4, 1, 2)))
-    for wrong in (
-        (PartRange(0, 0, 4, 0, 1),),
-        (PartRange(0, 0, 3, 0, 2), PartRange(0, 2, 4, 0, 2)),
-        (PartRange(0, 0, 5, 0, 2),),
-        (PartRange(1, 0, 4, 0, 2),),
-    ):
-        with pytest.raises(BadRequest):
-            check_cover(spec, wrong)
+def test_which_components_are_whole() -> None:
+    spec = KVSpec(16, (Component("full", 4, 2, 8), Component("state", 2, 1, 8)))
+    left, top, bottom = PartRange(0, 0, 4, 0, 1), PartRange(0, 0, 2, 1, 2), PartRange(0, 2, 4, 1, 2)
+    state = PartRange(1, 0, 2, 0, 1)
+    assert whole_components(spec, (left, top, bottom)) == 0b01
+    assert whole_components(spec, (left, top, state)) == 0b10
+    assert whole_components(spec, (left, top, bottom, state)) == 0b11
+    assert whole_components(spec, ()) == 0
+    assert overlap(left, PartRange(0, 3, 4, 0, 2))
+    assert not overlap(left, top)
+    assert not overlap(left, state)
 
 
 def test_extra_keys_are_typed_and_length_prefixed() -> None:

@@ -148,10 +148,13 @@ class Namespace:
         return self._client.run(self.inner.fetch(match.inner, out, pages=pages, wanted=wanted, timeout=timeout))
 
     def put(
-        self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None, durable: bool = False,
+        self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
+        spans: tuple[tuple[int, int], ...] | None = None, durable: bool = False, whole_s: float = 0.0,
         extras: Extras | None = None, put_id: bytes | None = None, timeout: float | None = None,
     ) -> PutResult:  # fmt: skip
         """Put pages (see the asynchronous Namespace.put)."""
-        return self._client.run(
-            self.inner.put(tokens, data, first_page=first_page, parts=parts, durable=durable, extras=extras, put_id=put_id, timeout=timeout)
-        )
+        putting = self.inner.put(
+            tokens, data, first_page=first_page, parts=parts, spans=spans, durable=durable, whole_s=whole_s, extras=extras,
+            put_id=put_id, timeout=timeout,
+        )  # fmt: skip
+        return self._client.run(putting)

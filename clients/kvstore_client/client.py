@@ -43,6 +43,7 @@ from kvstore.api.wire.messages import (
 )
 from kvstore_client.plan import FetchPlan, Item, Stripe, page_items
 from kvstore_client.pool import Pool
+from kvstore_client.put_layout import PutLayout
 
 Tokens = npt.NDArray[np.uint32] | bytes | bytearray | memoryview
 Extras = Mapping[int, bytes]
@@ -57,10 +58,11 @@ _PUT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """Pages that are new in the store, and pages that had a version already."""
+    """Pages that are new in the store, that had a version already, and that still lack what other shards of the put id bring."""
 
     new_pages: int
     existing_pages: int
+    pending_pages: int = 0
 
 
 @dataclass(slots=True)
@@ -256,61 +258,69 @@ class Namespace:
         return plan.nbytes
 
     async def put(
-        self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None, durable: bool = False,
+        self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
+        spans: tuple[tuple[int, int], ...] | None = None, durable: bool = False, whole_s: float = 0.0,
         extras: Extras | None = None, put_id: bytes | None = None, timeout: float | None = None,
     ) -> PutResult:  # fmt: skip
         """Put the pages of `tokens` (the whole prefix, whole pages) from `first_page` on.
 
-        `data` holds them page after page, each as its `parts` in order (by default one part: all of component 0). With
-        `durable`, returns once they would survive a power cut. Waits for room while the daemon is busy.
+        `data` holds them page after page, each as its `parts` in order (by default one part: all of component 0); `spans`
+        are the pages [first, last) that carry each part, if not all do. With `durable`, returns once they would survive a
+        power cut. Waits for room while the daemon is busy.
 
-        Raises MissingParent if the pages before are not in the store, and NoSpace.
+        Shards of one computation give the same `put_id` (16 bytes) and each its own parts; a page counts once all of them
+        have put it. `whole_s`: how long to wait for the others. Raises MissingParent if the pages before are not in the
+        store, and NoSpace.
         """
         parts = parts or (self.spec.whole(),)
-        total = len(_view(tokens)) // 4 // self.spec.page_tokens
-        page_bytes = sum(self.spec.part_bytes(p) for p in parts)
-        source = memoryview(data).cast("B")
-        if len(source) != (total - first_page) * page_bytes:
-            raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {page_bytes}")
         raw = _view(tokens)
-        step = max(1, min(_PUT_PAGES, _PUT_BYTES // page_bytes))
-        new = existing = 0
+        total = len(raw) // 4 // self.spec.page_tokens
+        layout = PutLayout(self.spec, parts, first_page, total, spans)
+        source = memoryview(data).cast("B")
+        if len(source) != layout.nbytes:
+            raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")
+        put_id = put_id or secrets.token_bytes(DIGEST_BYTES)
+        new = existing = pending = 0
         async with self.client.deadline(timeout):
-            for first in range(first_page, total, step):
-                last = min(first + step, total)
+            for first, last in layout.commits(_PUT_PAGES, _PUT_BYTES):
                 upto = raw if last == total else raw[: last * self.spec.page_tokens * 4]
-                extra_pages, payload = _with_extras(upto, extras)
+                extra_pages, payload = _with_extras(upto, {page: e for page, e in (extras or {}).items() if page < last})
+                ranges, its_spans = layout.between(first, last)
+                if not ranges:
+                    continue
                 message = PutStart(
-                    namespace=self.id, put_id=put_id or secrets.token_bytes(DIGEST_BYTES), first_page=first,
-                    parts=[(p.component, p.layer_lo, p.layer_hi, p.head_lo, p.head_hi) for p in parts],
+                    namespace=self.id, put_id=put_id, first_page=first, spans=its_spans,
+                    parts=[(p.component, p.layer_lo, p.layer_hi, p.head_lo, p.head_hi) for p in ranges],
                     ack="durable" if durable else "memory", extra_pages=extra_pages,
                 )  # fmt: skip
-                chunk = source[(first - first_page) * page_bytes : (last - first_page) * page_bytes]
-                done = await self._put_once(message, payload, chunk, parts)
-                new, existing = new + done.new_pages, existing + done.existing_pages
-        return PutResult(new, existing)
+                done = await self._put_once(message, payload, source, layout, whole_s)
+                new, existing, pending = new + done.new_pages, existing + done.existing_pages, pending + done.pending_pages
+        return PutResult(new, existing, pending)
 
-    async def _put_once(self, message: PutStart, payload: bytes | memoryview, data: memoryview, parts: tuple[PartRange, ...]) -> Committed:
+    async def _put_once(
+        self, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float
+    ) -> Committed:
         """One commit. A put that is cut off is put again: whoever commits a page first wins, so that is harmless."""
 
         async def attempt() -> Committed:
             while True:
                 try:
-                    return await self._put_attempt(message, payload, data, parts)
+                    return await self._put_attempt(message, payload, data, layout, whole_s)
                 except Busy as busy:
                     await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
 
         return await self.client.pool.retry(attempt)
 
     async def _put_attempt(
-        self, message: PutStart, payload: bytes | memoryview, data: memoryview, parts: tuple[PartRange, ...]
+        self, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float
     ) -> Committed:
         pool = self.client.pool
         connection = await pool.connection(0)
         ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
         try:
-            await _send_striped(pool, self.spec, ready, message.first_page, parts, data)
-            committed, _ = await connection.call(FrameType.COMMIT, Commit(handle=ready.handle, wait_ms=10_000), Committed)
+            await _send_striped(pool, ready, [PartRange(*p) for p in message.parts], layout, data)
+            commit = Commit(handle=ready.handle, wait_ms=10_000, whole_ms=int(whole_s * 1000))
+            committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
         except asyncio.CancelledError:
             await asyncio.shield(_abort(pool, ready.handle))
             raise
@@ -350,42 +360,22 @@ async def _fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: me
     await pool.retry(attempt)
 
 
-async def _send_striped(pool: Pool, spec: KVSpec, ready: PutReady, first_page: int, parts: tuple[PartRange, ...], data: memoryview) -> None:
+async def _send_striped(pool: Pool, ready: PutReady, parts: list[PartRange], layout: PutLayout, data: memoryview) -> None:
     """Slices are handed out to connections as these become free, in frames of up to a MiB."""
-    frames = iter(_slice_frames(spec, ready, first_page, parts, data))
+    frames = layout.frames(ready.wanted, parts, MAX_BULK_PAYLOAD)
+    pending = iter(frames)
 
     async def work(slot: int) -> None:
         connection = await pool.connection(slot)
-        for page, part, first_slice, slices in frames:
-            await connection.send_slices(ready.handle, page, part, first_slice, slices)
+        for frame in pending:
+            slices = [data[at : at + size] for at, size in frame.slices]
+            await connection.send_slices(ready.handle, frame.page, frame.part, frame.first_slice, slices)
 
-    pages = ready.total_pages - ready.first_needed
-    total = pages * sum(spec.part_bytes(p) for p in parts)
-    workers = min(pool.size, -(-total // MAX_BULK_PAYLOAD))
+    workers = min(pool.size, -(-sum(frame.nbytes for frame in frames) // MAX_BULK_PAYLOAD))
     if workers <= 1:
         await work(0)
     else:
         await _together([work(n) for n in range(workers)])
-
-
-def _slice_frames(
-    spec: KVSpec, ready: PutReady, first_page: int, parts: tuple[PartRange, ...], data: memoryview
-) -> "list[tuple[int, int, int, list[memoryview]]]":
-    frames = []
-    at = (ready.first_needed - first_page) * sum(spec.part_bytes(p) for p in parts)
-    for page in range(ready.first_needed, ready.total_pages):
-        for part, part_range in enumerate(parts):
-            layout = spec.slice_layout(part_range)
-            group: list[memoryview] = []
-            first, size = 0, 0
-            for index, slice_bytes in enumerate(layout.sizes):
-                if group and size + slice_bytes > MAX_BULK_PAYLOAD:
-                    frames.append((page, part, first, group))
-                    group, first, size = [], index, 0
-                group.append(data[at : at + slice_bytes])
-                at, size = at + slice_bytes, size + slice_bytes
-            frames.append((page, part, first, group))
-    return frames
 
 
 async def _together(jobs: "list[Any]") -> None:

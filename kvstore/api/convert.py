@@ -1,5 +1,8 @@
 """Between the store's values and the wire's messages."""
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.api.wire.messages import NamespaceInfo, PartRangeList, PartRunMeta
 from kvstore.digests import KEY_BYTES
 from kvstore.errors import BadRequest
@@ -28,6 +31,15 @@ def split_tokens(payload: bytes, extra_pages: list[int]) -> tuple[bytes, Extras]
     if min(extra_pages) < 0 or len(set(extra_pages)) != len(extra_pages):
         raise BadRequest("extra_pages are distinct page indices from 0 on")
     return payload[:start], {page: payload[start + i * KEY_BYTES : start + (i + 1) * KEY_BYTES] for i, page in enumerate(extra_pages)}
+
+
+def boundary_runs(boundaries: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Rising numbers as half-open runs."""
+    if not len(boundaries):
+        return []
+    breaks = np.flatnonzero(np.diff(boundaries) != 1)
+    firsts, lasts = boundaries[np.concatenate([[0], breaks + 1])], boundaries[np.concatenate([breaks, [-1]])] + 1
+    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
 def part_ranges(parts: PartRangeList) -> tuple[PartRange, ...]:

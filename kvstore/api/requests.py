@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvstore.api.convert import namespace_info, part_ranges, part_runs, split_tokens
+from kvstore.api.convert import boundary_runs, namespace_info, part_ranges, part_runs, split_tokens
 from kvstore.api.sessions import Session
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import (
@@ -71,11 +71,15 @@ def _list_namespaces(context: Context, message: Empty, payload: bytes) -> Reply:
 def _match(context: Context, message: MatchRequest, payload: bytes) -> Reply:
     store, space = context.store, _space(context, message.namespace)
     tokens, extras = split_tokens(payload, message.extra_pages)
-    match = store.match(space, tokens, extras, owner=context.session.owner, lease_s=message.lease_ms / 1000, parts=message.parts)
+    match = store.match(
+        space, tokens, extras, owner=context.session.owner, lease_s=message.lease_ms / 1000, parts=message.parts,
+        boundaries=message.boundaries, base=message.base,
+    )  # fmt: skip
     return Reply(
         FrameType.MATCHED,
         Matched(
-            pages=match.pages, tokens=match.tokens, dram_pages=match.dram_pages, epoch=store.epoch, endpoint=context.endpoint,
+            pages=match.pages, tokens=match.tokens, known_pages=match.known_pages,
+            boundaries=boundary_runs(match.boundaries), dram_pages=match.dram_pages, epoch=store.epoch, endpoint=context.endpoint,
             lease=match.lease.id if match.lease else 0, lease_ms=message.lease_ms if match.lease else 0,
             runs=part_runs(match.parts) if match.parts else [],
         ),
@@ -117,9 +121,9 @@ async def _put(context: Context, message: PutStart, payload: bytes) -> Reply:
         ack = Ack(message.ack)
     except ValueError:
         raise BadRequest(f"ack is {message.ack!r}, not memory or durable") from None
-    request = PutRequest(message.put_id, tokens, extras, message.first_page, part_ranges(message.parts), ack)
-    put = await context.store.begin_put(context.session.owner, _space(context, message.namespace), request)
-    ready = PutReady(handle=put.handle, first_needed=put.first_needed, total_pages=put.total_pages)
+    request = PutRequest(message.put_id, tokens, extras, message.first_page, part_ranges(message.parts), ack, tuple(message.spans))
+    put = await context.store.begin_put(context.session.owner, _space(context, message.namespace), request, message.base)
+    ready = PutReady(handle=put.handle, first_needed=put.first_needed, total_pages=put.total_pages, wanted=put.wanted_runs())
     return Reply(FrameType.PUT_READY, ready)
 
 
@@ -131,8 +135,11 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
                 await put.settled.wait()
         except TimeoutError:
             pass  # commit() says which slices are missing
-    result = await context.store.commit_put(put)
-    return Reply(FrameType.COMMITTED, Committed(new_pages=result.new_pages, existing_pages=result.existing_pages))
+    result = await context.store.commit_put(put, min(message.whole_ms, MAX_COMMIT_WAIT_MS) / 1000)
+    return Reply(
+        FrameType.COMMITTED,
+        Committed(new_pages=result.new_pages, existing_pages=result.existing_pages, pending_pages=result.pending_pages),
+    )
 
 
 Quick = Callable[[Context, Any, bytes], Reply]

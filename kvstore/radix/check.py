@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvstore.digests import page_key
-from kvstore.radix.pages import DURABLE
+from kvstore.radix.pages import DURABLE, GHOST
 from kvstore.radix.structure import MOVE_LIMIT, ROOT
 from kvstore.radix.tree import RadixTree
 
@@ -19,13 +19,22 @@ def check(tree: RadixTree) -> None:
     for node in nodes:
         _check_node(tree, node, owner)
     assert (owner >= ROOT).all(), "a page slot belongs to no node and is not free"
-    live = tree.live_slots()
-    assert len(live) == tree.page_count == len(tree.pages.key_index), "page count, page slots and key index differ"
+    live, ghosts = tree.live_slots(), tree.ghost_slots()
+    assert len(live) == tree.page_count, "page count and page slots differ"
+    assert len(ghosts) == tree.ghost_count, "ghost count and ghosts differ"
+    assert len(live) + len(ghosts) == len(tree.pages.key_index), "the key index holds other pages than the tree"
+    assert (tree.pages.part[ghosts] == -1).all(), "a ghost has parts"
     assert all(tree.pages.find_key(tree.pages.key_bytes(s)) == s for s in live.tolist()), "a page is not found by its key"
     unsealed = [n for n in nodes if n != ROOT and not tree.nodes.sealed[n]]
     assert len(tree.child_index) == len(unsealed), "the child index holds other nodes than the tree"
-    _, part = tree.parts.of(tree.pages.part[live])
+    owner_of_part, part = tree.parts.of(tree.pages.part[live])
     assert len(np.unique(part)) == len(part) == tree.parts.slots.used, "a part is shared, lost or leaked"
+    masks = np.zeros(len(live), np.uint16)
+    np.bitwise_or.at(masks, owner_of_part, np.left_shift(1, tree.parts.component[part]).astype(np.uint16))
+    assert (masks == tree.pages.components[live]).all(), "a page's mask names other components than it has parts of"
+    assert (masks & tree.rules.required == tree.rules.required).all(), "a page lacks a component that every page has"
+    named = owner_of_part[tree.parts.durable[part]]
+    assert ((tree.pages.flags[live[named]] & DURABLE) != 0).all(), "a part is named by a record that does not exist"
 
 
 def _check_node(tree: RadixTree, node: int, owner: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
@@ -64,7 +73,10 @@ def _check_node(tree: RadixTree, node: int, owner: "np.ndarray[tuple[int], np.dt
 
 def _check_order(tree: RadixTree, above: int, below: int) -> None:
     pages = tree.pages
+    assert (pages.flags[above] & GHOST) <= (pages.flags[below] & GHOST), f"page slot {below} has a ghost above it"
     assert pages.leases[above] >= pages.leases[below], f"page slot {below} is leased, the page before it is not"
     assert pages.retain[above] >= pages.retain[below], f"page slot {below} is retained longer than the page before it"
     assert (pages.flags[above] & DURABLE) >= (pages.flags[below] & DURABLE), f"page slot {below} is durable, the one before is not"
     assert pages.recency[above] > pages.recency[below] or pages.recency[below] == 0, f"page slot {below} is more recent than the one before"
+    for part_recency in pages.part_recency:
+        assert part_recency[below] <= pages.recency[below], f"an optional part of page slot {below} is more recent than its page"

@@ -83,6 +83,8 @@ def _insert_run(tree: RadixTree, group: RecordGroup, rows: Slots, parent_key: by
     last = tree.pages.find_key(keys[-32:])
     run = slice(last - len(rows) + 1, last + 1)
     tree.pages.flags[run] |= DURABLE
+    _, parts = tree.parts.of(tree.pages.part[run])
+    tree.parts.durable[parts] = True
     tree.pages.retain[run] = group.head["retain"][rows]
 
 

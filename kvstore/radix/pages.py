@@ -14,6 +14,7 @@ from kvstore.hash_index import HashIndex
 Slots = npt.NDArray[np.int32]
 
 DURABLE = 1
+GHOST = 4
 RECENCY_DEPTH_BITS = 24
 MAX_DEPTH = (1 << RECENCY_DEPTH_BITS) - 1
 
@@ -37,7 +38,7 @@ def _bytes_column(capacity: int, width: int) -> tuple[mmap.mmap, npt.NDArray[np.
 class Pages:
     """One slot a page. The pages of a node are consecutive slots, so that a run's labels are one memcmp."""
 
-    def __init__(self, capacity: int, page_tokens: int) -> None:
+    def __init__(self, capacity: int, page_tokens: int, optional: int) -> None:
         self.capacity = capacity
         self.token_bytes = page_tokens * 4
         self.ranges = RangeAllocator(capacity, "pages")
@@ -51,6 +52,9 @@ class Pages:
         self.recency: npt.NDArray[np.int64] = column(capacity, np.int64)
         self.retain: npt.NDArray[np.uint32] = column(capacity, np.uint32)
         self.flags: npt.NDArray[np.uint8] = column(capacity, np.uint8)
+        self.components: npt.NDArray[np.uint16] = column(capacity, np.uint16)
+        self.part_recency: list[npt.NDArray[np.int64]] = [column(capacity, np.int64) for _ in range(optional)]
+        """For each optional component, when a boundary that needs the page's part of it was used last."""
         self.key_index = HashIndex()
 
     def row_bytes(self) -> int:
@@ -58,7 +62,8 @@ class Pages:
         return sum(a.itemsize * (a.shape[1] if a.ndim == 2 else 1) for a in self._moved())
 
     def _moved(self) -> tuple[npt.NDArray[Any], ...]:
-        return (self.key, self.version, self.node, self.part, self.leases, self.recency, self.retain, self.flags)
+        fixed = (self.key, self.version, self.node, self.part, self.leases, self.recency, self.retain, self.flags, self.components)
+        return (*fixed, *self.part_recency)
 
     def move(self, source: int, target: int, count: int) -> None:
         """Copy a run of rows, labels included, to other slots, and point the key index at them."""
@@ -76,7 +81,12 @@ class Pages:
         return int.from_bytes(self.key_memory[slot * KEY_BYTES : slot * KEY_BYTES + 8], "little")
 
     def find_key(self, key: bytes) -> int:
-        """The slot of the page with this key, or -1."""
+        """The slot of the page with this key, or -1; a ghost is no page."""
+        slot = self.find_any(key)
+        return -1 if slot >= 0 and self.flags[slot] & GHOST else slot
+
+    def find_any(self, key: bytes) -> int:
+        """The slot of the page or ghost with this key, or -1."""
         for slot in self.key_index.candidates(int.from_bytes(key[:8], "little")):
             if self.key_bytes(slot) == key:
                 return slot
@@ -91,23 +101,45 @@ class Parts:
         self.blob: npt.NDArray[np.int32] = column(capacity, np.int32)
         self.next: npt.NDArray[np.int32] = column(capacity, np.int32)
         self.component: npt.NDArray[np.uint8] = column(capacity, np.uint8)
+        self.durable: npt.NDArray[np.bool_] = column(capacity, np.bool_)
+        """Whether the durable record of the page names the part."""
         self.ranges: npt.NDArray[np.uint16] = column(capacity, np.uint16, 4)
 
-    ROW_BYTES = 4 + 4 + 1 + 8
+    ROW_BYTES = 4 + 4 + 1 + 1 + 8
 
-    def add(self, blobs: Slots, component: npt.NDArray[np.uint8], ranges: npt.NDArray[np.uint16]) -> Slots:
-        """Store the parts of some pages. `blobs` is (pages, parts a page), -1 for none; the geometry is per part.
+    def add(self, blobs: Slots, component: npt.NDArray[np.uint8], ranges: npt.NDArray[np.uint16], after: Slots | None = None) -> Slots:
+        """Store the parts of some pages. `blobs` is (pages, parts a page), -1 where a page lacks the part; the geometry is per part.
 
-        Returns the first part slot of every page.
+        Returns the first part slot of every page, -1 for none. `after` are the first slots of parts that the pages have already.
         """
-        pages, width = blobs.shape
-        taken = self.slots.allocate_many(pages * width).reshape(pages, width)
-        self.blob[taken] = blobs
-        self.component[taken] = component[np.newaxis, :]
-        self.ranges[taken] = ranges[np.newaxis, :, :]
-        self.next[taken[:, :-1]] = taken[:, 1:]
-        self.next[taken[:, -1]] = -1
-        return taken[:, 0]
+        present = blobs >= 0
+        taken = self.slots.allocate_many(int(present.sum()))
+        first = np.full(len(blobs), -1, np.int32) if after is None else after.copy()
+        for part in reversed(range(blobs.shape[1])):
+            pages = np.flatnonzero(present[:, part])
+            mine, taken = taken[: len(pages)], taken[len(pages) :]
+            self.blob[mine] = blobs[pages, part]
+            self.component[mine] = component[part]
+            self.ranges[mine] = ranges[part]
+            self.durable[mine] = False
+            self.next[mine] = first[pages]
+            first[pages] = mine
+        return first
+
+    def take_out(self, first: int, components: int) -> tuple[int, list[int]]:
+        """Unlink the parts of some components (a mask) from a page's list. Returns its first slot now, and the slots taken out.
+
+        They are still to be freed.
+        """
+        kept: list[int] = []
+        out: list[int] = []
+        at = first
+        while at >= 0:
+            (out if components >> int(self.component[at]) & 1 else kept).append(at)
+            at = int(self.next[at])
+        for here, following in zip(kept, [*kept, -1][1:], strict=True):
+            self.next[here] = following
+        return (kept[0] if kept else -1), out
 
     def of(self, first: Slots) -> tuple[Slots, Slots]:
         """(index into `first`, part slot) of every part, in page order."""

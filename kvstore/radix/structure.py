@@ -6,14 +6,17 @@ No tokens are looked at here: what matches is decided in tree.py. A node's pages
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, NO_EXTRA
 from kvstore.errors import NoSpace
 from kvstore.hash_index import HashIndex
 from kvstore.kvspec import PartRange
-from kvstore.radix.pages import DURABLE, Nodes, Pages, PartColumns, Parts, Slots
+from kvstore.radix.components import ComponentRules, Masks
+from kvstore.radix.pages import DURABLE, GHOST, Nodes, Pages, PartColumns, Parts, Slots
 
 ROOT = 0
+FULL_ONLY = ComponentRules(1, ())
 MOVE_LIMIT = 1024
 """A run of at most so many pages is moved to keep paths compressed; a longer one gets a child instead."""
 
@@ -32,17 +35,27 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class NewPages:
-    """Pages to insert: keys (32 bytes each), version (put id), and parts: blobs (pages, parts) with one geometry a part."""
+    """Pages to insert: keys (32 bytes each), version (put id), and parts: blobs (pages, parts) with one geometry a part.
+
+    A blob of -1 says that the page lacks the part; what a page has of a component must be all of it.
+    """
 
     keys: bytes
     version: bytes
     blobs: Slots
     ranges: tuple[PartRange, ...]
 
+    def masks(self) -> Masks:
+        """Which components each page has."""
+        found = np.zeros(len(self.blobs), np.uint16)
+        for part, part_range in enumerate(self.ranges):
+            found[self.blobs[:, part] >= 0] |= np.uint16(1 << part_range.component)
+        return found
+
 
 @dataclass(slots=True)
 class Removed:
-    """What a removal took out: the blobs of all parts, with repeats, and the keys of durable pages with their blobs."""
+    """What a removal took out: the blobs of all parts, with repeats; the keys of durable pages, and the blobs their records name."""
 
     blobs: list[Slots] = field(default_factory=list)
     durable_keys: list[bytes] = field(default_factory=list)
@@ -53,11 +66,14 @@ class Removed:
 class TreeStructure:
     """Columns, links and indices. `root_key` is the namespace digest (32 bytes), `capacity` the most pages it can hold."""
 
-    def __init__(self, root_key: bytes, page_tokens: int, capacity: int) -> None:
+    def __init__(self, root_key: bytes, page_tokens: int, capacity: int, rules: ComponentRules = FULL_ONLY) -> None:
         self.root_key = root_key
         self.page_tokens = page_tokens
         self.capacity = capacity
-        self.pages = Pages(2 * capacity, page_tokens)  # room for runs to move in; slots cost nothing until they are used
+        self.rules = rules
+        self.pages = Pages(
+            2 * capacity, page_tokens, len(rules.optional)
+        )  # room for runs to move in; slots cost nothing until they are used
         self.parts = Parts(4 * capacity)
         self.nodes = Nodes(capacity + 1)
         self.child_index = HashIndex()
@@ -65,11 +81,17 @@ class TreeStructure:
         self.ever_sealed = False
         self.nodes.new(-1, 0, 0, 0, 0)
         self._page_count = 0
+        self._ghost_count = 0
 
     @property
     def page_count(self) -> int:
         """Pages in the tree."""
         return self._page_count
+
+    @property
+    def ghost_count(self) -> int:
+        """Ghosts: pages that lost their bytes, and of which the tree still knows label and history."""
+        return self._ghost_count
 
     # --- reading ----------------------------------------------------------------------------------------------------------
 
@@ -94,6 +116,13 @@ class TreeStructure:
             at = self.nodes.parent[at]
         return Path(nodes[::-1], self.nodes.depth[node] + tail, tail)
 
+    def shorten(self, path: Path, pages: int) -> Path:
+        """The first `pages` pages of a path."""
+        nodes = list(path.nodes)
+        while nodes and self.nodes.depth[nodes[-1]] >= pages:
+            nodes.pop()
+        return Path(nodes, pages if nodes else 0, pages - self.nodes.depth[nodes[-1]] if nodes else 0)
+
     def path_slots(self, path: Path, first: int = 0) -> Slots:
         """The page slots of a path in order, from page `first` on (int32)."""
         if path.pages <= first:
@@ -110,7 +139,13 @@ class TreeStructure:
 
     def live_slots(self) -> Slots:
         """The slots of all pages."""
-        return np.flatnonzero(self.pages.node[: self.pages.ranges.high] > ROOT).astype(np.int32)
+        high = self.pages.ranges.high
+        return np.flatnonzero((self.pages.node[:high] > ROOT) & ((self.pages.flags[:high] & GHOST) == 0)).astype(np.int32)
+
+    def ghost_slots(self) -> Slots:
+        """The slots of all ghosts."""
+        high = self.pages.ranges.high
+        return np.flatnonzero((self.pages.node[:high] > ROOT) & ((self.pages.flags[:high] & GHOST) != 0)).astype(np.int32)
 
     # --- growing ----------------------------------------------------------------------------------------------------------
 
@@ -123,10 +158,8 @@ class TreeStructure:
     def _append(self, node: int, new: NewPages, *, sealed: bool) -> tuple[int, int]:
         """Put new pages after `node`: in its own run if it is a leaf and can grow, else in a new child."""
         count = len(new.keys) // KEY_BYTES
-        component = np.array([r.component for r in new.ranges], np.uint8)
-        ranges = np.array([(r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in new.ranges], np.uint16).reshape(-1, 4)
         nodes, pages = self.nodes, self.pages
-        if self._page_count + count > self.capacity:
+        if self._page_count + self._ghost_count + count > self.capacity:
             raise NoSpace(f"the table of pages is full ({self.capacity})")
         if self.parts.slots.available < new.blobs.size or nodes.slots.available < 1:
             raise NoSpace("the tables of parts or nodes are full")  # before anything is changed
@@ -140,15 +173,48 @@ class TreeStructure:
             nodes.link(parent, node)
         first = nodes.start[node] + offset
         run = slice(first, first + count)
-        pages.part[run] = self.parts.add(new.blobs, component, ranges)
         pages.key[run] = np.frombuffer(new.keys, np.uint8).reshape(count, KEY_BYTES)
-        pages.version[run] = np.frombuffer(new.version, np.uint8)
         pages.node[run] = node
-        pages.leases[run] = pages.recency[run] = pages.retain[run] = pages.flags[run] = 0
+        pages.leases[run] = pages.recency[run] = pages.retain[run] = 0
+        for recency in pages.part_recency:
+            recency[run] = 0
+        self._fill(run, new)
         for slot in range(first, first + count):
             pages.key_index.add(pages.key_hash(slot), slot)
         self._page_count += count
         return node, offset
+
+    def _fill(self, where: "slice | Slots", new: NewPages) -> None:
+        """Give pages that have none their version and parts."""
+        pages = self.pages
+        pages.part[where] = self.parts.add(new.blobs, *_geometry(new.ranges))
+        pages.version[where] = np.frombuffer(new.version, np.uint8)
+        pages.flags[where] = 0
+        pages.components[where] = new.masks()
+
+    def _revive(self, slots: Slots, new: NewPages) -> None:
+        """Make ghosts pages again."""
+        if self.parts.slots.available < new.blobs.size:
+            raise NoSpace("the table of parts is full")
+        self._fill(slots, new)
+        self._page_count += len(slots)
+        self._ghost_count -= len(slots)
+
+    def add_parts(self, slots: Slots, blobs: Slots, ranges: tuple[PartRange, ...]) -> None:
+        """Give pages optional components that they lack: `blobs` is (pages, parts), -1 for none, whole components of each page."""
+        new = NewPages(b"", b"", blobs, ranges)
+        self.pages.part[slots] = self.parts.add(blobs, *_geometry(ranges), after=self.pages.part[slots])
+        self.pages.components[slots] |= new.masks()
+
+    def drop_components(self, slot: int, components: int) -> tuple[list[int], list[int]]:
+        """Take optional components (a mask) from a page. Returns their blobs, and those of them that its durable record names."""
+        first, out = self.parts.take_out(int(self.pages.part[slot]), components)
+        self.pages.part[slot] = first
+        self.pages.components[slot] &= np.uint16(~components & 0xFFFF)
+        blobs = [int(self.parts.blob[part]) for part in out]
+        named = [blob for blob, part in zip(blobs, out, strict=True) if self.parts.durable[part]]
+        self.parts.slots.free_many(np.array(out, np.int32))
+        return blobs, named
 
     def _grow(self, node: int, extra: int) -> bool:
         """Make room for `extra` more pages at the end of a node's run, moving a short run if it must."""
@@ -212,40 +278,58 @@ class TreeStructure:
     # --- shrinking --------------------------------------------------------------------------------------------------------
 
     def remove(self, slot: int) -> Removed:
-        """Remove the page in `slot` and everything below it. None of it may be leased."""
+        """Remove the page (or ghost) in `slot` and everything below it. None of it may be leased."""
         nodes, removed = self.nodes, Removed()
         node = int(self.pages.node[slot])
         offset = slot - nodes.start[node]
         below = nodes.subtree(node)
         for at in reversed(below[1:] if offset else below):
             self._clear(at, 0, removed)
+            self._forget(at, 0)
             self._drop_node(at)
         if offset:
             self._clear(node, offset, removed)
+            self._forget(node, offset)
             self._release_range(slot, nodes.capacity[node] - offset)
             nodes.count[node] = nodes.capacity[node] = offset
-            self._merge_only_child(nodes.parent[node])
-        else:
-            self._merge_only_child(nodes.parent[node])
+        self._merge_only_child(nodes.parent[node])
+        return removed
+
+    def bury(self, slot: int) -> Removed:
+        """Turn the page in `slot` and everything below it into ghosts. None of it may be leased."""
+        removed = Removed()
+        node = int(self.pages.node[slot])
+        for at in self.nodes.subtree(node):
+            self._clear(at, slot - self.nodes.start[node] if at == node else 0, removed)
         return removed
 
     def _clear(self, node: int, offset: int, removed: Removed) -> None:
+        """Take the parts of a node's pages from `offset` on, and leave them ghosts."""
         pages = self.pages
         start, end = self.nodes.start[node] + offset, self.nodes.start[node] + self.nodes.count[node]
-        slots = np.arange(start, end, dtype=np.int32)
         if pages.leases[start:end].any():
             raise AssertionError("a leased page was about to be removed")
+        slots = np.arange(start, end, dtype=np.int32)
+        slots = slots[(pages.flags[slots] & GHOST) == 0]
         _, part = self.parts.of(pages.part[slots])
         removed.blobs.append(self.parts.blob[part])
-        durable = slots[(pages.flags[slots] & DURABLE) != 0]
-        removed.durable_keys += [pages.key_bytes(s) for s in durable.tolist()]
-        _, durable_part = self.parts.of(pages.part[durable])
-        removed.durable_blobs.append(self.parts.blob[durable_part])
-        removed.pages += end - start
+        removed.durable_blobs.append(self.parts.blob[part[self.parts.durable[part]]])
+        removed.durable_keys += [pages.key_bytes(s) for s in slots[(pages.flags[slots] & DURABLE) != 0].tolist()]
+        removed.pages += len(slots)
         self.parts.slots.free_many(part)
-        for slot in range(start, end):
-            pages.key_index.remove(pages.key_hash(slot), slot)
-        self._page_count -= end - start
+        pages.part[slots] = -1
+        pages.components[slots] = pages.retain[slots] = 0
+        pages.version[slots] = 0
+        pages.flags[slots] = GHOST
+        self._page_count -= len(slots)
+        self._ghost_count += len(slots)
+
+    def _forget(self, node: int, offset: int) -> None:
+        """Take a node's ghosts from `offset` on out of the indices."""
+        first, end = self.nodes.start[node] + offset, self.nodes.start[node] + self.nodes.count[node]
+        for slot in range(first, end):
+            self.pages.key_index.remove(self.pages.key_hash(slot), slot)
+        self._ghost_count -= end - first
 
     def _drop_node(self, node: int) -> None:
         nodes = self.nodes
@@ -301,6 +385,12 @@ class TreeStructure:
     def version_of(self, slot: int) -> bytes:
         """The put id of the computation a page came from; zero for the root (slot -1)."""
         return bytes(DIGEST_BYTES) if slot < 0 else self.pages.version[slot].tobytes()
+
+
+def _geometry(ranges: tuple[PartRange, ...]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
+    """The components and the ranges of parts, as columns."""
+    component = np.array([r.component for r in ranges], np.uint8)
+    return component, np.array([(r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in ranges], np.uint16).reshape(-1, 4)
 
 
 def child_hash(parent: int, tokens: bytes, extra: bytes) -> int:

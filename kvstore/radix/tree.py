@@ -6,6 +6,8 @@ means something to the caller.
 
 Nodes read back from a journal that holds no token ids are *sealed*: known only by their page keys. They are matched
 through the key chain, and opened (labels filled in) the first time a path through them is used.
+
+A page that lost its bytes may stay as a ghost, with its label and history. A ghost is never matched; all below it are ghosts.
 """
 
 from collections.abc import Mapping
@@ -14,16 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key
-from kvstore.errors import BadRequest, MissingParent
+from kvstore.errors import BadRequest
 from kvstore.hash_index import TAG_MASK
-from kvstore.radix.pages import MAX_DEPTH, RECENCY_DEPTH_BITS, Slots
+from kvstore.radix.pages import GHOST, MAX_DEPTH, RECENCY_DEPTH_BITS, Slots
 from kvstore.radix.structure import ROOT, NewPages, Path, Removed, TreeStructure, child_hash
 
-__all__ = ["ROOT", "Extras", "NewPages", "Path", "RadixTree", "Removed", "as_token_bytes", "extra_run"]
+__all__ = ["EMPTY_PATH", "ROOT", "Extras", "NewPages", "Path", "RadixTree", "Removed", "as_token_bytes", "extra_run"]
 
 Extras = Mapping[int, bytes]
-"""Extra digests by page index; a page that is not in it has none."""
+"""Extra digests by page index, counted from the first of the tokens they go with; a page that is not in it has none."""
 
+EMPTY_PATH = Path([], 0, 0)
 _NO_EXTRAS: Extras = {}
 
 
@@ -32,10 +35,24 @@ class RadixTree(TreeStructure):
 
     # --- matching ---------------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: bytes, extras: Extras = _NO_EXTRAS) -> Path:
-        """The longest prefix of `tokens` (uint32, little-endian) in the tree, in whole pages. Changes nothing."""
-        path = None if extras or self.has_extras else self._match_runs(tokens)
-        return self._match_nodes(tokens, extras) if path is None else path
+    def match(self, tokens: bytes, extras: Extras = _NO_EXTRAS, base: Path = EMPTY_PATH) -> Path:
+        """The longest prefix of `tokens` (uint32, little-endian) in the tree, in whole pages. Changes nothing.
+
+        With a `base` the tokens are those after it; the path returned begins at the root all the same.
+        """
+        return self._without_ghosts(self._match_all(tokens, extras, base))
+
+    def _match_all(self, tokens: bytes, extras: Extras, base: Path) -> Path:
+        path = None if extras or self.has_extras or base.pages else self._match_runs(tokens)
+        return self._match_nodes(tokens, extras, base) if path is None else path
+
+    def _without_ghosts(self, path: Path) -> Path:
+        """The part of a path before its first ghost."""
+        flags = self.pages.flags
+        if not path.pages or not flags[self.nodes.start[path.nodes[-1]] + path.tail - 1] & GHOST:
+            return path
+        slots = self.path_slots(path)
+        return self.shorten(path, int(np.flatnonzero(flags[slots] & GHOST)[0]))
 
     def _match_runs(self, tokens: bytes) -> Path | None:
         """Follow the hashes of first labels, and compare the labels of nodes in consecutive slots in one go.
@@ -89,57 +106,66 @@ class RadixTree(TreeStructure):
         tail = pages - self.nodes.depth[path[-1]] if path else 0
         return Path(path, pages, tail) if tail else None
 
-    def _match_nodes(self, tokens: bytes, extras: Extras) -> Path:
-        """Compare node by node, with extra digests and sealed nodes."""
+    def _match_nodes(self, tokens: bytes, extras: Extras, base: Path = EMPTY_PATH) -> Path:
+        """Compare node by node, with extra digests and sealed nodes, from below `base` on."""
         nodes, width = self.nodes, self.pages.token_bytes
-        path: list[int] = []
-        at, end, node = 0, len(tokens) // width * width, ROOT
-        while at < end:
-            first_hash = child_hash(node, tokens[at : at + width], extras.get(at // width, NO_EXTRA))
-            for child in self.child_index.candidates(first_hash):
-                if nodes.parent[child] == node and (equal := self._equal_pages(child, tokens, extras, at)):
-                    break
-            else:
-                if not nodes.sealed_children[node]:
-                    break
-                child, equal = self._match_sealed(node, tokens, extras, at)
-                if not equal:
-                    break
+        path, total, at = list(base.nodes), len(tokens) // width, 0
+        node = path[-1] if path else ROOT
+        if path and base.tail < nodes.count[node]:
+            at = self._equal_pages(node, base.tail, tokens, extras, 0)
+            if base.tail + at < nodes.count[node]:
+                return Path(path, base.pages + at, base.tail + at)
+        while at < total:
+            child, equal = self._child_for(node, tokens, extras, at)
+            if not equal:
+                break
             path.append(child)
-            node, at = child, at + equal * width
+            node, at = child, at + equal
             if equal < nodes.count[child]:
-                return Path(path, at // width, equal)
-        return Path(path, at // width, nodes.count[node])
+                return Path(path, base.pages + at, equal)
+        return Path(path, base.pages + at, nodes.count[node])
 
-    def _equal_pages(self, node: int, tokens: bytes, extras: Extras, at: int) -> int:
-        width, first = self.pages.token_bytes, self.nodes.start[node]
-        length = min(self.nodes.count[node], len(tokens) // width - at // width)
+    def _child_for(self, node: int, tokens: bytes, extras: Extras, at: int) -> tuple[int, int]:
+        """The child of `node` that goes on with the tokens from page `at` on, and how many of its pages do (0: there is none)."""
+        nodes, width = self.nodes, self.pages.token_bytes
+        first_hash = child_hash(node, tokens[at * width : (at + 1) * width], extras.get(at, NO_EXTRA))
+        for child in self.child_index.candidates(first_hash):
+            if nodes.parent[child] == node and (equal := self._equal_labels(child, 0, tokens, extras, at)):
+                return child, equal
+        if not nodes.sealed_children[node]:
+            return -1, 0
+        slot = self.pages.find_any(page_key(self.last_key(node), self._label(tokens, extras, at)))
+        child = int(self.pages.node[slot]) if slot >= 0 else ROOT
+        if child == ROOT or nodes.parent[child] != node or nodes.start[child] != slot:
+            return -1, 0
+        return child, self._equal_keys(child, 0, tokens, extras, at)
+
+    def _equal_pages(self, node: int, offset: int, tokens: bytes, extras: Extras, at: int) -> int:
+        """How many pages of a node, from `offset` on, are those of the tokens from page `at` on."""
+        compare = self._equal_keys if self.nodes.sealed[node] else self._equal_labels
+        return compare(node, offset, tokens, extras, at)
+
+    def _equal_labels(self, node: int, offset: int, tokens: bytes, extras: Extras, at: int) -> int:
+        width, first = self.pages.token_bytes, self.nodes.start[node] + offset
+        length = min(self.nodes.count[node] - offset, len(tokens) // width - at)
         ours = self.pages.tokens[first : first + length]
-        theirs = np.frombuffer(tokens, np.uint8, length * width, at).reshape(length, width)
+        theirs = np.frombuffer(tokens, np.uint8, length * width, at * width).reshape(length, width)
         same = (ours == theirs).all(axis=1)
         if extras or self.has_extras:
-            wanted = extra_run(extras, at // width, length) or bytes(length * KEY_BYTES)
+            wanted = extra_run(extras, at, length) or bytes(length * KEY_BYTES)
             same &= (self.pages.extras[first : first + length] == np.frombuffer(wanted, np.uint8).reshape(length, KEY_BYTES)).all(axis=1)
         return length if same.all() else int(same.argmin())
 
-    def _match_sealed(self, node: int, tokens: bytes, extras: Extras, at: int) -> tuple[int, int]:
-        """The sealed child of `node` that continues with `tokens`, by page keys, and how many of its pages do."""
-        width, first_page = self.pages.token_bytes, at // self.pages.token_bytes
-        key = page_key(self.last_key(node), self._label(tokens, extras, first_page))
-        slot = self.pages.find_key(key)
-        if slot < 0:
-            return -1, 0
-        child = int(self.pages.node[slot])
-        if self.nodes.parent[child] != node or self.nodes.start[child] != slot:
-            return -1, 0
-        length = min(self.nodes.count[child], len(tokens) // width - first_page)
-        equal = 1
-        while equal < length:
-            key = page_key(key, self._label(tokens, extras, first_page + equal))
-            if self.pages.key_bytes(slot + equal) != key:
-                break
-            equal += 1
-        return child, equal
+    def _equal_keys(self, node: int, offset: int, tokens: bytes, extras: Extras, at: int) -> int:
+        """As `_equal_labels`, by the key chain: for a node whose labels are not known."""
+        first = self.nodes.start[node] + offset
+        key = self.pages.key_bytes(first - 1) if offset else self.last_key(self.nodes.parent[node])
+        length = min(self.nodes.count[node] - offset, len(tokens) // self.pages.token_bytes - at)
+        for equal in range(length):
+            key = page_key(key, self._label(tokens, extras, at + equal))
+            if self.pages.key_bytes(first + equal) != key:
+                return equal
+        return length
 
     def _label(self, tokens: bytes, extras: Extras, page: int) -> bytes:
         width = self.pages.token_bytes
@@ -151,15 +177,29 @@ class RadixTree(TreeStructure):
     # --- use --------------------------------------------------------------------------------------------------------------
 
     def touch(self, slots: Slots, tick: int) -> None:
-        """Record a use at `tick` of the pages of a path that begins at the root.
+        """Record a use at `tick` of the pages of a path that begins at the root and ends at a usable boundary.
 
         Recency orders pages by last use and, within one use, the deepest first: the k least recent pages never include
-        one with a descendant outside them, so evicting in this order is leaf-first LRU.
+        one with a descendant outside them, so evicting in this order is leaf-first LRU. Optional components are used only
+        where the boundary needs them.
         """
-        self.pages.recency[slots] = (tick << RECENCY_DEPTH_BITS) + (MAX_DEPTH - np.arange(len(slots)))
+        recency = (tick << RECENCY_DEPTH_BITS) + (MAX_DEPTH - np.arange(len(slots)))
+        self.pages.recency[slots] = recency
+        for rule, part_recency in zip(self.rules.optional, self.pages.part_recency, strict=True):
+            first = max(len(slots) - rule.pages, 0)
+            part_recency[slots[first:]] = recency[first:]
 
-    def open_path(self, path: Path, tokens: bytes, extras: Extras = _NO_EXTRAS) -> Path:
-        """Give the sealed nodes of a path just matched against `tokens` their labels. Returns the path as it is now."""
+    def cool(self, slots: Slots, depth: int) -> None:
+        """Make pages the first to go: consecutive ones, the first at `depth`, and nothing below them is to stay."""
+        self.pages.recency[slots] = MAX_DEPTH - np.arange(depth, depth + len(slots))
+        for part_recency in self.pages.part_recency:
+            part_recency[slots] = 0
+
+    def open_path(self, path: Path, tokens: bytes, extras: Extras = _NO_EXTRAS, base_pages: int = 0) -> Path:
+        """Give the sealed nodes of a path just matched against `tokens` their labels. Returns the path as it is now.
+
+        With `base_pages` the tokens are those after so many pages, and what is before has been opened already.
+        """
         if not any(self.nodes.sealed[node] for node in path.nodes):
             return path
         last = path.nodes[-1]
@@ -167,7 +207,7 @@ class RadixTree(TreeStructure):
             path = Path([*path.nodes[:-1], self._split(last, path.tail)], path.pages, path.tail)
         for node in path.nodes:
             if self.nodes.sealed[node]:
-                first, count = self.nodes.depth[node], self.nodes.count[node]
+                first, count = self.nodes.depth[node] - base_pages, self.nodes.count[node]
                 self._write_labels(node, 0, self._token_run(tokens, first, count), extra_run(extras, first, count))
                 self.nodes.sealed[node] = 0
                 parent = self.nodes.parent[node]
@@ -196,29 +236,26 @@ class RadixTree(TreeStructure):
 
     # --- growing ----------------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: bytes, extras: Extras, first: int, new: NewPages) -> Path:
-        """Add the pages of `tokens` from page `first` on, those that are there already left as they are: first commit wins.
+    def extend(self, base: Path, tokens: bytes, extras: Extras, new: NewPages) -> None:
+        """Add the pages of `tokens` right below `base`, which is as far as they match; ghosts among them come back to life.
 
-        Returns the path matched before, whose `pages` says how many existed (at least `first`). The caller's blobs of
-        those are not taken. Raises MissingParent if the prefix before `first` is not in the tree.
+        Raises NoSpace, with nothing changed or the front of the pages added.
         """
         total = len(tokens) // self.pages.token_bytes
-        if total > MAX_DEPTH:
-            raise BadRequest(f"a prefix of {total} pages: at most {MAX_DEPTH}")
-        path = self.match(tokens, extras)
-        if path.pages < first:
-            raise MissingParent(f"the put starts at page {first}, but only {path.pages} pages of its prefix are in the store")
-        if path.pages >= total:
-            return path
-        node = self._split_at_end(self.open_path(path, tokens, extras))
-        skip = path.pages - first
-        rest = NewPages(new.keys[skip * KEY_BYTES :], new.version, new.blobs[skip:], new.ranges)
-        node, offset = self._append(node, rest, sealed=False)
-        added = total - path.pages
-        self._write_labels(node, offset, self._token_run(tokens, path.pages, added), extra_run(extras, path.pages, added))
+        if base.pages + total > MAX_DEPTH:
+            raise BadRequest(f"a prefix of {base.pages + total} pages: at most {MAX_DEPTH}")
+        known = self._match_all(tokens, extras, base)
+        back = known.pages - base.pages
+        if back:
+            known = self.open_path(known, tokens, extras, base.pages)
+            self._revive(self.path_slots(known, base.pages), _rows(new, 0, back))
+        if back == total:
+            return
+        node = self._split_at_end(known)
+        node, offset = self._append(node, _rows(new, back, total), sealed=False)
+        self._write_labels(node, offset, self._token_run(tokens, back, total - back), extra_run(extras, back, total - back))
         if offset == 0:
             self.child_index.add(self._node_hash(node), node)
-        return path
 
     def insert_below(self, parent_key: bytes, new: NewPages, labels: tuple[bytes, bytes] | None) -> bool:
         """Add a run read from a journal below the page `parent_key`; False if that page is not in the tree.
@@ -239,6 +276,10 @@ class RadixTree(TreeStructure):
         if offset == 0:
             self.child_index.add(self._node_hash(node), node)
         return True
+
+
+def _rows(new: NewPages, first: int, last: int) -> NewPages:
+    return NewPages(new.keys[first * KEY_BYTES : last * KEY_BYTES], new.version, new.blobs[first:last], new.ranges)
 
 
 def extra_run(extras: Extras, first: int, count: int) -> bytes:

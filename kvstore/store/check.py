@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from kvstore.kvspec import PartRange
 from kvstore.radix.check import check as check_tree
-from kvstore.radix.pages import DURABLE
+from kvstore.radix.pages import Slots
+from kvstore.store.pending import overlap, whole_components
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.tiers.blobs import NO_SLOT
@@ -14,24 +16,29 @@ def check(store: Store) -> None:
     used = 0
     for space in store.all_spaces():
         check_tree(space.tree)
-        used += _check_blobs(space)
+        used += _check_blobs(store, space)
         _check_leases(store, space)
     held = store.usage()["dram"].used
     assert held == used, f"{held} bytes of DRAM are taken, the blobs account for {used}"
 
 
-def _check_blobs(space: Space) -> int:
+def _check_blobs(store: Store, space: Space) -> int:
     blobs, tree = space.blobs, space.tree
     live = tree.live_slots()
     parts = tree.parts_of(live)
-    durable = (tree.pages.flags[live] & DURABLE) != 0
+    _, part = tree.parts.of(tree.pages.part[live])
+    named = tree.parts.durable[part]
     pages = np.bincount(parts.blob, minlength=blobs.slots.high)
-    durable_pages = np.bincount(parts.blob[durable[parts.page]], minlength=blobs.slots.high)
-    rows = np.unique(parts.blob)
-    assert len(rows) == blobs.count, f"{blobs.count} blobs in the table, {len(rows)} in the tree"
+    _check_cover(space, live)
+    durable_pages = np.bincount(parts.blob[named], minlength=blobs.slots.high)
+    pins = np.zeros(blobs.slots.high, np.int64)
+    for pending in store.pending_of(space):
+        np.add.at(pins, pending.rows[pending.rows >= 0], 1)
+    rows = np.union1d(parts.blob, np.flatnonzero(pins)).astype(np.int32)
+    assert len(rows) == blobs.count, f"{blobs.count} blobs in the table, {len(rows)} in the tree or pending"
     assert (blobs.pages[rows] == pages[rows]).all(), "a blob counts other pages than need it"
     assert (blobs.durable_pages[rows] == durable_pages[rows]).all(), "a blob counts other durable pages than need it"
-    assert not blobs.pins[rows].any(), "a blob is pinned, and nothing is under way"
+    assert (blobs.pins[rows] == pins[rows]).all(), "a blob is pinned by something else than pending pages, and nothing is under way"
     assert all(blobs.find(blobs.id_of(row)) == row for row in rows.tolist()), "a blob is not found by its id"
     slots = blobs.slot[rows]
     assert ((slots != NO_SLOT) | blobs.on_ssd[rows]).all(), "a blob is in no tier"
@@ -41,6 +48,22 @@ def _check_blobs(space: Space) -> int:
     nbytes = sum(space.slot_bytes(slot) for slot in resident)
     assert nbytes == space.resident_bytes, f"{space.resident_bytes} bytes accounted as resident, there are {nbytes}"
     return nbytes
+
+
+def _check_cover(space: Space, live: Slots) -> None:
+    """A component that a page's mask names is there with all its layers and heads, each once."""
+    parts = space.tree.parts_of(live)
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for page in range(len(live)):
+        mine = parts.page == page if len(live) < 2000 else slice(0)
+        shape = tuple(sorted((int(c), *(int(x) for x in r)) for c, r in zip(parts.component[mine], parts.ranges[mine], strict=True)))
+        if shape in seen:
+            continue
+        seen.add(shape)
+        ranges = tuple(PartRange(*row) for row in shape)
+        named = sum(1 << c for c in {row[0] for row in shape})
+        assert whole_components(space.spec, ranges) == named, f"a page has only some parts of a component: {shape}"
+        assert not any(overlap(a, b) for i, a in enumerate(ranges) for b in ranges[:i]), f"two parts of a page overlap: {shape}"
 
 
 def _check_leases(store: Store, space: Space) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.kvspec import PartRange
-from kvstore.radix.pages import Slots
+from kvstore.radix.pages import PartColumns, Slots
 from kvstore.store.space import Space
 from kvstore.tiers.blobs import NO_SLOT
 
@@ -29,8 +29,13 @@ class PartTable:
 
 
 def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
-    """The parts of a path's pages, and how many of the pages are in DRAM."""
+    """The parts to load to go on from the end of a path, and how many of its pages are in DRAM with them."""
     columns = space.tree.parts_of(slots)
+    rules = space.tree.rules
+    if rules.optional:
+        first = np.array([rules.first_page(component, len(slots)) for component in range(len(space.spec.components))])
+        needed = columns.page >= first[columns.component]
+        columns = PartColumns(columns.page[needed], columns.blob[needed], columns.component[needed], columns.ranges[needed])
     resident = space.blobs.slot[columns.blob] != NO_SLOT
     in_dram = len(slots) - len(np.unique(columns.page[~resident]))
     geometry = np.concatenate([columns.component[:, np.newaxis].astype(np.uint16), columns.ranges], axis=1)

@@ -1,6 +1,7 @@
-"""One put: pages being received into DRAM slots, and their atomic commit.
+"""One put: parts of pages being received into DRAM slots, and what becomes of them.
 
-The pages are invisible until `commit`; a put that ends in any other way leaves nothing behind.
+They are invisible until the put is committed; a put that ends in any other way leaves nothing behind. Others may follow a
+put under way and read what has arrived, provisionally.
 """
 
 import asyncio
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, blob_id
-from kvstore.errors import BadDigest, BadRequest, Cancelled, KVStoreError
+from kvstore.errors import BadDigest, BadRequest, Cancelled, KVStoreError, NotFound
 from kvstore.kvspec import KVSpec, PartRange, SliceLayout
-from kvstore.radix.tree import Extras, NewPages
+from kvstore.radix.tree import Extras
+from kvstore.store.pending import Pending, overlap
 from kvstore.store.space import Space
+from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena
 
 
@@ -27,7 +31,11 @@ class Ack(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PutRequest:
-    """What a put says about itself. `tokens` is the whole prefix (uint32 bytes); pages from `first_page` on are put."""
+    """What a put says about itself. `tokens` (uint32 bytes) are the prefix, or what follows the lease it builds on.
+
+    Pages from `first_page` (counted from the root) on are put, each as parts of the given `ranges`; `spans` are the pages
+    [first, last) that carry each part, all pages of the put if empty.
+    """
 
     put_id: bytes
     tokens: bytes
@@ -35,97 +43,126 @@ class PutRequest:
     first_page: int
     ranges: tuple[PartRange, ...]
     ack: Ack
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """How a put ended: pages that are new, and pages that had a version already (`exists`), in this put's range."""
+    """How a put ended: pages in its range that are new, that had a version already (`exists`), and that still lack other shards."""
 
     new_pages: int
     existing_pages: int
+    pending_pages: int = 0
 
 
 class Put:
-    """A put under way. `first_needed` is the first page whose bytes are wanted; earlier ones of the put exist already."""
+    """A put under way. Pages are counted from the root, parts and slices from 0."""
 
-    def __init__(self, handle: int, owner: int, space: Space, request: PutRequest, arena: Arena) -> None:
+    def __init__(self, handle: int, owner: int, space: Space, request: PutRequest, arena: Arena, base_pages: int = 0) -> None:
         self.handle = handle
         self.owner = owner
         self.space = space
         self.request = request
-        self.total_pages = len(request.tokens) // space.tree.pages.token_bytes
+        self.base_pages = base_pages
+        self.first_page = request.first_page
+        self.total_pages = base_pages + len(request.tokens) // space.tree.pages.token_bytes
         self.first_needed = self.total_pages
         self.keys = b""
+        self.parent = b""
         self.closed = False
+        self.committed = False
         self.last_used = time.monotonic()
+        self.settled = asyncio.Event()
+        """Set once all that is wanted has arrived, or the put has failed or ended."""
         self._arena = arena
         self._layouts: tuple[SliceLayout, ...] = tuple(space.spec.slice_layout(r) for r in request.ranges)
-        self._slots: list[list[int]] = []
+        self._slice_base = np.cumsum([0, *(layout.count for layout in self._layouts)]).tolist()
+        self._wanted = np.zeros((0, len(self._layouts)), np.bool_)
+        self._slots = np.zeros((0, len(self._layouts)), np.int64)
         self._received = np.zeros((0, 0), np.bool_)
         self._claimed = self._received
         self._missing = 0
-        self._slice_base = np.cumsum([0, *(layout.count for layout in self._layouts)]).tolist()
-        self._parent: bytes | None = None
+        self._anchor: bytes | None = None
         self._writers = 0
+        self._followers = 0
+        self._followed_rows: list[int] = []
+        self._progress = asyncio.Event()
         self._error: KVStoreError | None = None
-        self.settled = asyncio.Event()
 
     @property
-    def parent(self) -> bytes | None:
-        """The key of the page before the put, which it holds; None at the root."""
-        return self._parent
+    def anchor(self) -> bytes | None:
+        """The key of the last page before the put's new ones that is in the tree; the put pins it. None at the root."""
+        return self._anchor
 
-    @property
-    def page_count(self) -> int:
-        """Pages whose bytes are wanted."""
-        return self.total_pages - self.first_needed
+    def key(self, page: int) -> bytes:
+        """The key of a page of the put."""
+        return self.keys[(page - self.first_page) * KEY_BYTES : (page - self.first_page + 1) * KEY_BYTES]
 
     @property
     def payload_bytes(self) -> int:
         """Payload bytes wanted."""
-        return self.page_count * sum(layout.payload_bytes for layout in self._layouts)
-
-    def needs_from(self, first_needed: int, parent: bytes | None, keys: bytes) -> None:
-        """Fix which pages are wanted. `parent` is the pinned boundary before the put, `keys` those of the wanted pages."""
-        self.first_needed, self._parent, self.keys = first_needed, parent, keys
-        self._received = np.zeros((self.page_count, self._slice_base[-1]), np.bool_)
-        self._claimed = self._received.copy()
-        self._missing = self._received.size
-        if not self._missing:
-            self.settled.set()
+        return int((self._wanted.sum(axis=0) * [layout.payload_bytes for layout in self._layouts]).sum())
 
     @property
     def stored_sizes(self) -> list[int]:
         """Bytes of the stored form of each part of a page."""
         return [layout.payload_bytes + DIGEST_BYTES * layout.count for layout in self._layouts]
 
-    def add_slot(self, part: int, slot: int) -> None:
-        """Take over the DRAM slot of the next part; parts come in order, page after page.
+    def in_spans(self) -> npt.NDArray[np.bool_]:
+        """Which parts (pages, parts) the request announces."""
+        pages = np.arange(self.first_page, self.total_pages)[:, np.newaxis]
+        spans = np.array(self.request.spans or [(self.first_page, self.total_pages)] * len(self._layouts))
+        return np.asarray((pages >= spans[:, 0]) & (pages < spans[:, 1]))
 
-        Raises Cancelled (and frees the slot) if the put ended while it was being allocated.
-        """
+    def hold(self, anchor: bytes | None, first_needed: int) -> None:
+        """Take over the pin of the pages before `first_needed`, the first page that is not in the tree."""
+        self._anchor, self.first_needed = anchor, first_needed
+
+    def want(self, wanted: npt.NDArray[np.bool_]) -> None:
+        """Fix which parts (pages, parts) are to be sent."""
+        self._wanted = wanted
+        self._slots = np.full(wanted.shape, NO_SLOT, np.int64)
+        sent = np.repeat(wanted, [layout.count for layout in self._layouts], axis=1)
+        self._received, self._claimed = ~sent, ~sent
+        self._missing = int(sent.sum())
+        if not self._missing:
+            self.settled.set()
+
+    def wanted_cells(self) -> list[tuple[int, int]]:
+        """(page, part) of all that is to be sent, in order."""
+        rows, parts = np.nonzero(self._wanted)
+        return list(zip((rows + self.first_page).tolist(), parts.tolist(), strict=True))
+
+    def wanted_runs(self) -> list[tuple[int, int, int]]:
+        """(part, first page, last page) of all that is to be sent; pages half-open."""
+        runs = []
+        for part in range(self._wanted.shape[1]):
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], self._wanted[:, part].astype(np.int8), [0]])))
+            runs += [(part, int(a) + self.first_page, int(b) + self.first_page) for a, b in edges.reshape(-1, 2)]
+        return runs
+
+    def add_slot(self, page: int, part: int, slot: int) -> None:
+        """Take over a DRAM slot. Raises Cancelled (and frees the slot) if the put ended while it was being allocated."""
         if self.closed:
             self._arena.free(slot)
             raise Cancelled(f"put {self.handle} has ended")
-        if part == 0:
-            self._slots.append([])
-        self._slots[-1].append(slot)
+        self._slots[page - self.first_page, part] = slot
 
     # --- receiving -----------------------------------------------------------------------------------------------------
 
     def locate(self, page: int, part: int, first_slice: int, nbytes: int, slices: int) -> tuple[memoryview, tuple[int, ...]]:
-        """Where `slices` consecutive slices of one part, `nbytes` in all, go, and the slices' sizes. `page` is absolute.
+        """Where `slices` consecutive slices of one part, `nbytes` in all, go, and the slices' sizes.
 
-        Raises BadRequest if they are not whole slices of a page of this put. Every call must be followed by `received`
-        or `release_writer`.
+        Raises BadRequest if they are not whole slices that are wanted. Every call must be followed by `received` or
+        `release_writer`.
         """
         if self.closed:
             raise Cancelled(f"put {self.handle} has ended")
-        row = page - self.first_needed
-        if not 0 <= row < self.page_count:
-            raise BadRequest(f"page {page} is not one of the pages [{self.first_needed}, {self.total_pages}) of this put")
+        row = page - self.first_page
         if not 0 <= part < len(self._layouts):
             raise BadRequest(f"part {part} does not exist: this put has {len(self._layouts)} a page")
+        if not 0 <= row < len(self._wanted) or not self._wanted[row, part]:
+            raise BadRequest(f"page {page}, part {part} is not wanted in this put: send what the reply to PUT names")
         layout = self._layouts[part]
         if not 0 <= first_slice < layout.count:
             raise BadRequest(f"slice {first_slice} does not exist: part {part} has {layout.count}")
@@ -141,7 +178,7 @@ class Put:
             raise BadRequest(f"slices of page {page}, part {part} were sent twice")
         claimed[:] = True
         self._writers += 1
-        return self._arena.view(self._slots[row][part])[start:end], layout.sizes[first_slice : int(last)]
+        return self._view(row, part)[start:end], layout.sizes[first_slice : int(last)]
 
     def received(self, page: int, part: int, first_slice: int, digests: list[bytes], claimed: bytes) -> None:
         """Slices have arrived with these digests; `claimed` are the ones the client computed. Raises BadDigest."""
@@ -149,23 +186,24 @@ class Put:
         if self.closed:
             self._free_if_idle()
             raise Cancelled(f"put {self.handle} has ended")
-        row, layout = page - self.first_needed, self._layouts[part]
+        row, layout = page - self.first_page, self._layouts[part]
         for index, digest in enumerate(digests):
             if digest != claimed[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
                 raise BadDigest(f"page {page}, part {part}, slice {first_slice + index}: the bytes received do not match their digest")
         table = layout.payload_bytes + first_slice * DIGEST_BYTES
-        self._arena.view(self._slots[row][part])[table : table + len(claimed)] = claimed
+        self._view(row, part)[table : table + len(claimed)] = claimed
         base = self._slice_base[part] + first_slice
         arrived = self._received[row, base : base + len(digests)]
         self._missing -= int((~arrived).sum())
         arrived[:] = True
         if not self._missing:
             self.settled.set()
+        self._tell_followers()
 
     def release_writer(self, page: int, part: int, first_slice: int, slices: int) -> None:
         """What `locate` announced did not arrive; it may be sent again."""
         base = self._slice_base[part] + first_slice
-        self._claimed[page - self.first_needed, base : base + slices] = False
+        self._claimed[page - self.first_page, base : base + slices] = False
         self._writers -= 1
         self._free_if_idle()
 
@@ -174,85 +212,133 @@ class Put:
         self._error = self._error or error
         self.settled.set()
 
+    def _view(self, row: int, part: int) -> memoryview:
+        return self._arena.view(int(self._slots[row, part]))
+
     # --- ending --------------------------------------------------------------------------------------------------------
 
-    def commit(self) -> PutResult:
-        """Make the pages visible, all at once. First commit wins: pages that came into being meanwhile stay as they are."""
+    def check_complete(self) -> None:
+        """Raise what stands against a commit."""
         if self._error is not None:
             raise self._error
         if self.closed:
             raise Cancelled(f"put {self.handle} has ended")
         if self._missing:
             row, index = (int(i[0]) for i in np.nonzero(~self._received))
-            raise BadRequest(f"{self._missing} slices have not arrived, the first is slice {index} of page {self.first_needed + row}")
-        space, request = self.space, self.request
-        existing = space.tree.match(request.tokens, request.extras).pages
-        skip = max(existing - self.first_needed, 0)
-        first = self.first_needed + skip
-        pinned: list[int] = []
+            raise BadRequest(f"{self._missing} slices have not arrived, the first is slice {index} of page {self.first_page + row}")
+
+    def hand_over(self) -> Pending:
+        """What was received, as blob rows, each pinned once for the caller. Bytes that the namespace has already are dropped."""
+        rows = np.full(self._wanted.shape, -1, np.int32)
         try:
-            rows = self._take_rows(skip, pinned)
-            if first < self.total_pages:
-                new = NewPages(self.keys[skip * KEY_BYTES :], request.put_id, rows, request.ranges)
-                space.tree.insert(request.tokens, request.extras, first, new)
-                np.add.at(space.blobs.pages, rows.ravel(), 1)
-        finally:
-            for row in pinned:
-                space.unpin(row)
-        self.close()
-        return PutResult(self.total_pages - first, first - request.first_page)
+            for page, part in self.wanted_cells():
+                rows[page - self.first_page, part] = self._row_of(page - self.first_page, part)
+        except BaseException:
+            for row in rows[rows >= 0].tolist():
+                self.space.unpin(row)
+            raise
+        width = self.space.tree.pages.token_bytes
+        labels = self.request.tokens[(self.first_page - self.base_pages) * width :]
+        extras = {page + self.base_pages: extra for page, extra in self.request.extras.items() if page + self.base_pages >= self.first_page}
+        return Pending(self.first_page, self.parent, self.keys, labels, self.request.ranges, rows, extras)
 
-    def _take_rows(self, skip: int, pinned: list[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
-        """Blob rows (pages, parts) for the new pages, each pinned once and noted. Bytes that the namespace has already are dropped."""
-        space = self.space
-        rows = np.empty((self.page_count - skip, len(self._layouts)), np.int32)
-        for (page, part), _ in np.ndenumerate(rows):
-            slot, layout = self._slots[skip + page][part], self._layouts[part]
-            table = self._arena.view(slot)[layout.payload_bytes : layout.payload_bytes + DIGEST_BYTES * layout.count]
-            name = blob_id(table)
-            row = space.blobs.find(name)
-            if row < 0:
-                row = space.blobs.add(name, layout)
-            if space.blobs.slot[row] < 0:
-                space.set_slot(row, slot)
-                self._slots[skip + page][part] = -1
-            space.pin(row)
-            pinned.append(row)
-            rows[page, part] = row
-        return rows
+    def _row_of(self, row: int, part: int) -> int:
+        """The blob row of a received part, pinned."""
+        space, layout, slot = self.space, self._layouts[part], int(self._slots[row, part])
+        name = blob_id(self._view(row, part)[layout.payload_bytes : layout.payload_bytes + DIGEST_BYTES * layout.count])
+        blob = space.blobs.find(name)
+        if blob < 0:
+            blob = space.blobs.add(name, layout)
+        else:
+            space.stats.dedup_blobs += 1
+        space.pin(blob)
+        if space.blobs.slot[blob] == NO_SLOT:
+            space.set_slot(blob, slot)
+            if self._followers:
+                space.pin(blob)
+                self._followed_rows.append(blob)
+            else:
+                self._slots[row, part] = NO_SLOT
+        return blob
 
-    def close(self) -> None:
+    def close(self, *, committed: bool = False) -> None:
         """End the put: whatever it still holds goes back. Safe to call again."""
         if self.closed:
             return
-        self.closed = True
+        self.closed, self.committed = True, committed
         self.settled.set()
-        if self._parent is not None and not self.space.dropped:
-            self.space.tree.unpin(self._parent)
+        self._tell_followers()
+        if self._anchor is not None and not self.space.dropped:
+            self.space.tree.unpin(self._anchor)
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:
-        """A connection may still be receiving into a slot; the last one out frees them."""
-        if not self.closed or self._writers:
+        """A connection may still be receiving into a slot, or a follower sending from one; the last one out frees them."""
+        if not self.closed or self._writers or self._followers:
             return
-        for slot in (slot for slots in self._slots for slot in slots if slot >= 0):
-            self._arena.free(slot)
-        self._slots.clear()
+        given = {int(self.space.blobs.slot[blob]) for blob in self._followed_rows}
+        for slot in self._slots[self._slots != NO_SLOT].tolist():
+            if slot not in given:
+                self._arena.free(slot)
+        self._slots[:] = NO_SLOT
+        followed, self._followed_rows = self._followed_rows, []
+        for blob in followed:
+            self.space.unpin(blob)
+
+    # --- following -----------------------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Keep what has arrived where it is, whatever becomes of the put, until `unfollow`."""
+        self._followers += 1
+
+    def unfollow(self) -> None:
+        """Undo one `follow`."""
+        self._followers -= 1
+        self._free_if_idle()
+
+    def _tell_followers(self) -> None:
+        if self._followers:
+            self._progress.set()
+            self._progress = asyncio.Event()
+
+    async def progress(self) -> None:
+        """Wait until more has arrived, or the put has ended."""
+        await self._progress.wait()
+
+    def layout_of(self, page: int, part: int) -> SliceLayout:
+        """How a part that is being sent is cut into slices. Raises BadRequest if it is not."""
+        row = page - self.first_page
+        if not 0 <= row < len(self._wanted) or not 0 <= part < len(self._layouts) or not self._wanted[row, part]:
+            raise BadRequest(f"page {page}, part {part} is not being sent in this put")
+        return self._layouts[part]
+
+    def arrived(self, page: int, part: int, first_slice: int, last_slice: int) -> memoryview | None:
+        """The stored form of a part once its slices [first, last) are there and verified; None as long as they are not.
+
+        Raises NotFound if they never will be.
+        """
+        row, base = page - self.first_page, self._slice_base[part]
+        if self._received[row, base + first_slice : base + last_slice].all() and self._slots[row, part] != NO_SLOT:
+            return self._view(row, part)
+        if self.closed:
+            raise NotFound(f"put {self.handle} ended before all of it was there: what was read of it is void")
+        return None
 
 
-def check_cover(spec: KVSpec, ranges: tuple[PartRange, ...]) -> None:
-    """Raise BadRequest unless the parts of a page cover all layers and heads of every component exactly once."""
+def check_parts(spec: KVSpec, request: PutRequest, total_pages: int) -> None:
+    """Raise BadRequest unless the parts of a put lie inside the spec, and no two of one page overlap."""
+    ranges, spans = request.ranges, request.spans
     if not 1 <= len(ranges) <= 256:
         raise BadRequest(f"a page has 1 to 256 parts, not {len(ranges)}")
-    for part in ranges:
+    if spans and len(spans) != len(ranges):
+        raise BadRequest(f"{len(spans)} page spans for {len(ranges)} parts")
+    for first, last in spans:
+        if not request.first_page <= first < last <= total_pages:
+            raise BadRequest(f"a part on the pages [{first}, {last}) of a put of the pages [{request.first_page}, {total_pages})")
+    for number, part in enumerate(ranges):
         spec.check_range(part)
-    for index, component in enumerate(spec.components):
-        seen = np.zeros((component.layers, component.kv_heads), np.uint16)
-        for part in ranges:
-            if part.component == index:
-                seen[part.layer_lo : part.layer_hi, part.head_lo : part.head_hi] += 1
-        if (seen > 1).any():
-            raise BadRequest(f"two parts of component {index} overlap")
-        if not seen.all():
-            layer, head = (int(i[0]) for i in np.nonzero(seen == 0))
-            raise BadRequest(f"the parts leave out layer {layer}, head {head} of component {index}: a put covers whole pages")
+        for other in range(number):
+            if overlap(part, ranges[other]) and (
+                not spans or max(spans[number][0], spans[other][0]) < min(spans[number][1], spans[other][1])
+            ):
+                raise BadRequest(f"two parts of component {part.component} overlap")

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from kvstore.errors import Busy, Corrupt, NoSpace, NotFound
-from kvstore.radix.pages import Slots
+from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.store.writeback import Writeback
@@ -249,58 +249,37 @@ class Residency:
             self._moving = False
 
     async def _reclaim(self, wanted: int) -> int:
-        victims = self._victims(wanted)
         freed, pending = 0, []
-        for space, key in victims:
-            slot = space.tree.pages.find_key(key)
-            if slot >= 0 and space.is_durable(slot):
-                freed += space.evict_dram(slot)
+        for unit in dram_victims(list(self._spaces()), wanted):
+            slot = unit.space.tree.pages.find_key(unit.key)
+            if slot >= 0 and unit.space.is_durable(slot):
+                freed += free_dram(unit)
             elif slot >= 0:
-                pending.append((space, key))
+                pending.append(unit)
         for first in range(0, len(pending), 64):
             freed += await self._demote(pending[first : first + 64])
             await self.announce_room()
         return freed
 
-    async def _demote(self, pages: list[tuple[Space, bytes]]) -> int:
+    async def _demote(self, units: list[Unit]) -> int:
         before = self._arena.usage().used
         by_space: dict[int, tuple[Space, list[bytes]]] = {}
-        for space, key in pages:
-            by_space.setdefault(space.number, (space, []))[1].append(key)
+        for unit in units:
+            by_space.setdefault(unit.space.number, (unit.space, []))[1].append(unit.key)
         for space, keys in by_space.values():
             try:
                 await self.writeback.make_durable(space, keys)
             except NoSpace as error:
                 _log.warning("dropping %d pages from DRAM: %s", len(keys), error.message)
-        for space, key in pages:
-            slot = space.tree.pages.find_key(key)
-            if slot < 0 or space.tree.pages.leases[slot]:
+        for unit in units:
+            slot = unit.space.tree.pages.find_key(unit.key)
+            if slot < 0 or unit.space.tree.pages.leases[slot]:
                 continue
-            if space.is_durable(slot):
-                space.evict_dram(slot)
+            if unit.space.is_durable(slot):
+                free_dram(unit)
             else:
-                space.remove_page(slot)
+                drop(unit)
         return before - self._arena.usage().used
-
-    def _victims(self, wanted: int) -> list[tuple[Space, bytes]]:
-        """The coldest unleased pages of all namespaces that together hold `wanted` bytes, coldest first."""
-        found: list[tuple[int, Space, bytes, int]] = []
-        for space in self._spaces():
-            slots, sizes = space.dram_candidates()
-            if not len(slots):
-                continue
-            size_of = dict(zip(slots.tolist(), sizes.tolist(), strict=True))
-            chosen: Slots = space.tree.coldest(slots, -(-wanted // int(sizes.min())))
-            recency = space.tree.pages.recency[chosen].tolist()
-            found += [(r, space, space.tree.pages.key_bytes(s), size_of[s]) for r, s in zip(recency, chosen.tolist(), strict=True)]
-        found.sort(key=lambda item: item[0])
-        victims, total = [], 0
-        for _, space, key, size in found:
-            if total >= wanted:
-                break
-            victims.append((space, key))
-            total += size
-        return victims
 
     def make_ssd_room(self, wanted: int, now: float) -> int:
         """Give up the coldest unprotected pages on SSD. Returns the bytes that the next commit will free."""
@@ -309,7 +288,7 @@ class Residency:
         for space in spaces:
             if freed >= wanted:
                 break
-            freed += space.evict_ssd(wanted - freed, now, self._blob_file.footprint)
+            freed += evict_ssd(space, wanted - freed, now, self._blob_file.footprint)
         return freed
 
 

@@ -11,19 +11,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import BadRequest, Unsupported
+from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange, SliceLayout, namespace_digest
+from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord, RecordGroup
 from kvstore.radix.loading import LoadResult, load_tree
-from kvstore.radix.pages import DURABLE, Slots
-from kvstore.radix.tree import RadixTree
+from kvstore.radix.pages import DURABLE, GHOST, Slots
+from kvstore.radix.tree import Extras, NewPages, Path, RadixTree, Removed
+from kvstore.radix.usefulness import useless_parts
 from kvstore.store.stats import Stats
 from kvstore.tiers.blobs import NO_SLOT, BlobTable, stored_bytes
 from kvstore.tiers.dram import Arena
 
 _NAME = re.compile(r"[A-Za-z0-9._:@-]{1,200}")
-_WANTED = 2
+WANTED = 2
 """Page flag: part of a batch being put together, so not to be evicted from SSD to make room for it."""
+ALL = 0xFFFF
+"""The mask of all components."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,8 @@ class NamespaceSettings:
             raise BadRequest("the model fingerprint is empty: compute one, or give an explicit revision")
         if not 0 <= self.retention_s <= 10 * 365 * 86_400:
             raise BadRequest(f"retention_s is {self.retention_s}, not 0 to ten years")
-        kinds = {c.kind for c in self.spec.components}
-        if kinds != {"full"}:
-            raise Unsupported(f"components of kind {', '.join(sorted(kinds - {'full'}))} are not offered yet, only full")
+        if not any(c.kind == "full" for c in self.spec.components):
+            raise BadRequest("a KV spec has at least one component of kind full: it is what makes a page")
 
     @property
     def digest(self) -> bytes:
@@ -68,25 +71,33 @@ class NamespaceSettings:
 
 @dataclass(slots=True)
 class Trash:
-    """What is gone from memory and still has to be deleted on disk: record keys, and blobs as (number, id, stored bytes)."""
+    """What is gone from memory and still has to be deleted on disk: record keys, and blobs as (number, id, stored bytes).
+
+    `outdated` are records that name blobs (by row, each pinned and counted as durable once) which their pages no longer have:
+    they are written anew before the blobs are deleted.
+    """
 
     records: list[tuple[int, bytes]] = field(default_factory=list)
     blobs: list[tuple[int, bytes, int]] = field(default_factory=list)
+    outdated: list["tuple[Space, bytes, list[int]]"] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.blobs)
+        return bool(self.records or self.blobs or self.outdated)
 
 
 class Space:
     """One namespace. `number` is its short name on this daemon's disk."""
 
-    def __init__(self, number: int, settings: NamespaceSettings, max_pages: int, arena: Arena, trash: Trash, stats: Stats) -> None:
+    def __init__(
+        self, number: int, settings: NamespaceSettings, max_pages: int, arena: Arena, trash: Trash, stats: Stats, max_ghosts: int = 0
+    ) -> None:
         self.number = number
         self.settings = settings
         self.spec = settings.spec
         self.digest = settings.digest
         self.id = self.digest[:16].hex()
-        self.tree = RadixTree(self.digest, self.spec.page_tokens, max_pages)
+        self.max_ghosts = max_ghosts
+        self.tree = RadixTree(self.digest, self.spec.page_tokens, max_pages, ComponentRules.of(self.spec))
         self.blobs = BlobTable(2 * max_pages)
         self.dropped = False
         self.end_holds: Callable[[Space, int], None]
@@ -94,7 +105,7 @@ class Space:
         self.resident_bytes = 0
         self._arena = arena
         self._trash = trash
-        self._stats = stats
+        self.stats = stats
 
     def record(self) -> NamespaceRecord:
         """The journal's record of this namespace."""
@@ -148,134 +159,176 @@ class Space:
             self.clear_slot(row)
             blobs.remove(row)
 
-    def rows_of(self, slot: int) -> list[int]:
-        """The blob rows of a page's parts."""
-        rows: list[int] = self.tree.parts_of(np.array([slot], np.int32)).blob.tolist()
+    def rows_of(self, slot: int, components: int = ALL) -> list[int]:
+        """The blob rows of a page's parts, of some components (a mask)."""
+        parts = self.tree.parts_of(np.array([slot], np.int32))
+        rows: list[int] = parts.blob[(np.left_shift(1, parts.component.astype(np.int64)) & components) != 0].tolist()
         return rows
 
     # --- pages ---------------------------------------------------------------------------------------------------------
 
-    def remove_page(self, slot: int) -> int:
+    def insert(self, base: Path, tokens: bytes, extras: Extras, new: NewPages) -> None:
+        """Add pages below `base` (see RadixTree.extend). Ghosts make room if the table is full."""
+        self.forget_ghosts(self.tree.page_count + self.tree.ghost_count + len(new.blobs) - self.tree.capacity)
+        self.tree.extend(base, tokens, extras, new)
+        np.add.at(self.blobs.pages, new.blobs[new.blobs >= 0], 1)
+
+    def add_parts(self, slots: Slots, blobs: Slots, ranges: tuple[PartRange, ...]) -> None:
+        """Give pages optional components that they lack (see TreeStructure.add_parts)."""
+        self.tree.add_parts(slots, blobs, ranges)
+        np.add.at(self.blobs.pages, blobs[blobs >= 0], 1)
+
+    def remove_page(self, slot: int, *, ghosts: bool = True) -> int:
         """Remove a page and its subtree from the tree, and what only they needed from the tiers. Returns pages removed."""
-        removed = self.tree.remove(slot)
+        above = self.tree.path_to(slot)
+        removed = self.tree.bury(slot) if ghosts and self.max_ghosts else self.tree.remove(slot)
+        self._give_up(removed)
+        self.stats.dropped_pages += removed.pages
+        self._drop_useless(self.tree.shorten(above, above.pages - 1))
+        if self.tree.ghost_count > self.max_ghosts:
+            self.forget_ghosts(self.tree.ghost_count - self.max_ghosts + self.max_ghosts // 16)
+        return removed.pages
+
+    def _give_up(self, removed: Removed) -> None:
         blobs = np.concatenate(removed.blobs)
         np.subtract.at(self.blobs.pages, blobs, 1)
         np.subtract.at(self.blobs.durable_pages, np.concatenate(removed.durable_blobs), 1)
         self._trash.records += [(self.number, key) for key in removed.durable_keys]
         for row in np.unique(blobs).tolist():
             self.settle(row)
-        self._stats.dropped_pages += removed.pages
-        return removed.pages
 
-    def mark_durable(self, slot: int) -> None:
-        """Record that a page's journal record and its bytes are durable."""
+    def forget_ghosts(self, count: int) -> None:
+        """Remove at least `count` ghosts for good, the coldest first, if there are so many."""
+        if count <= 0:
+            return
+        for slot in self.tree.coldest(self.tree.ghost_slots(), count).tolist():
+            if self.tree.pages.flags[slot] & GHOST:
+                self.tree.remove(slot)
+
+    def drop_components(self, slot: int, components: int) -> None:
+        """Take optional components (a mask) from a page, and what that makes useless from the pages around it."""
+        self._drop_parts(slot, components)
+        self._drop_useless(self.tree.path_to(slot))
+
+    def _drop_parts(self, slot: int, components: int) -> None:
+        blobs, named = self.tree.drop_components(slot, components)
+        np.subtract.at(self.blobs.pages, blobs, 1)
+        if named:
+            self._outdate(self.tree.pages.key_bytes(slot), named)
+        for row in set(blobs):
+            self.settle(row)
+
+    def _outdate(self, key: bytes, rows: list[int]) -> None:
+        """The page's record names blobs that the page no longer has: they stay on SSD until it is written anew."""
+        for row in rows:
+            self.pin(row)
+        self._trash.outdated.append((self, key, rows))
+
+    def _drop_useless(self, path: Path) -> None:
+        """Drop optional parts that no boundary can use any more, now that something changed at or after the end of `path`."""
+        for rule in self.tree.rules.optional:
+            for slot in useless_parts(self.tree, rule, path):
+                self.stats.useless_parts += 1
+                self._drop_parts(slot, rule.bit)
+
+    def mark_durable(self, slot: int, named: list[int]) -> None:
+        """Record that a page's journal record is durable, and the bytes of the blob rows that it names."""
+        parts = self.tree.parts
         self.tree.pages.flags[slot] |= DURABLE
-        rows = self.tree.parts_of(np.array([slot], np.int32)).blob
-        np.add.at(self.blobs.durable_pages, rows, 1)
+        _, mine = parts.of(self.tree.pages.part[[slot]])
+        fresh = mine[~parts.durable[mine] & np.isin(parts.blob[mine], named)]
+        parts.durable[fresh] = True
+        np.add.at(self.blobs.durable_pages, parts.blob[fresh], 1)
+        gone = [row for row in named if row not in parts.blob[mine]]
+        if gone:  # dropped while the record was being written
+            np.add.at(self.blobs.durable_pages, gone, 1)
+            self._outdate(self.tree.pages.key_bytes(slot), gone)
 
     def is_durable(self, slot: int) -> bool:
-        """Whether the page has a durable journal record."""
-        return bool(self.tree.pages.flags[slot] & DURABLE)
+        """Whether the page has a durable journal record that names all its parts."""
+        if not self.tree.pages.flags[slot] & DURABLE:
+            return False
+        if not self.tree.rules.optional:
+            return True
+        _, parts = self.tree.parts.of(self.tree.pages.part[[slot]])
+        return bool(self.tree.parts.durable[parts].all())
+
+    def unwritten(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which pages have something that no durable record names yet."""
+        found: npt.NDArray[np.bool_] = (self.tree.pages.flags[slots] & DURABLE) == 0
+        if self.tree.rules.optional:
+            owner, parts = self.tree.parts.of(self.tree.pages.part[slots])
+            found[owner[~self.tree.parts.durable[parts]]] = True
+        return found
 
     def lose_blob(self, row: int) -> None:
-        """A blob's bytes are gone in every tier: the pages that need it go, with their subtrees."""
+        """A blob's bytes are gone in every tier: the pages that need it go, with their subtrees, or only lose an optional component."""
         if self.dropped:
             return
-        part_rows = np.flatnonzero(self.tree.parts.blob[: self.tree.parts.slots.high] == row)
         live = self.tree.live_slots()
         owner, part = self.tree.parts.of(self.tree.pages.part[live])
-        keys = [self.tree.pages.key_bytes(int(s)) for s in live[owner[np.isin(part, part_rows)]].tolist()]
+        hit = self.tree.parts.blob[part] == row
+        components = self.tree.parts.component[part[hit]].tolist()
+        keys = [self.tree.pages.key_bytes(int(s)) for s in live[owner[hit]].tolist()]
         self.pin(row)
-        for key in keys:
+        for key, component in zip(keys, components, strict=True):
             slot = self.tree.pages.find_key(key)
-            if slot >= 0 and self.tree.pages.leases[slot]:
+            if slot < 0:
+                continue
+            if not self.tree.rules.required >> component & 1:
+                self.drop_components(slot, 1 << component)
+                continue
+            if self.tree.pages.leases[slot]:
                 self.end_holds(self, slot)
-            if slot >= 0:
-                self.remove_page(self.tree.pages.find_key(key))
+            self.remove_page(self.tree.pages.find_key(key))
         self.unpin(row)
 
-    # --- who may go ----------------------------------------------------------------------------------------------------
-
-    def dram_candidates(self) -> tuple[Slots, npt.NDArray[np.int64]]:
-        """Unleased pages with bytes in DRAM, and those bytes."""
-        slots = self.tree.live_slots()
-        slots = slots[self.tree.pages.leases[slots] == 0]
-        owner, part = self.tree.parts.of(self.tree.pages.part[slots])
-        rows = self.tree.parts.blob[part]
-        resident = (self.blobs.slot[rows] != NO_SLOT) & (self.blobs.pins[rows] == 0)
-        size = np.zeros(len(slots), np.int64)
-        np.add.at(size, owner[resident], self.blobs.stored_of(rows[resident]))
-        keep = size > 0
-        return slots[keep], size[keep]
-
-    def evict_dram(self, slot: int) -> int:
-        """Free the DRAM copies of a durable page's blobs. Returns the bytes freed."""
-        freed = 0
-        for row in self.rows_of(slot):
-            if self.blobs.on_ssd[row] and not self.blobs.pins[row]:
-                freed += self.clear_slot(row)
-        self._stats.evicted_dram_pages += freed > 0
-        return freed
-
-    def evict_ssd(self, wanted: int, now: float, footprint: Callable[[int], int]) -> int:
-        """Give up the journal records of the coldest durable pages, until `wanted` bytes on SSD will be free.
-
-        Pages that are leased, retained or wanted stay. A page without a DRAM copy is removed. `footprint` says what a
-        stored form takes up on SSD. Returns the bytes.
-        """
-        pages = self.tree.pages
-        slots = self.tree.live_slots()
-        slots = slots[(pages.flags[slots] & (DURABLE | _WANTED)) == DURABLE]
-        slots = slots[(pages.leases[slots] == 0) & (pages.retain[slots] <= now)]
-        freed = 0
-        # Usually a few pages do; but pages that share their blobs free nothing until the last of them goes.
-        likely = 64 + 4 * wanted // max(1, footprint(self.spec.page_bytes))
-        keys = [pages.key_bytes(s) for s in self.tree.coldest(slots, min(likely, len(slots))).tolist()]
-        if likely < len(slots):
-            keys += [pages.key_bytes(s) for s in self.tree.coldest(slots, len(slots))[likely:].tolist()] if self._shares_blobs else []
-        for key in keys:
-            if freed >= wanted:
-                break
-            slot = pages.find_key(key)
-            if slot >= 0 and self.is_durable(slot):
-                before = len(self._trash.blobs)
-                self._forget_durable(slot)
-                freed += sum(footprint(stored) for _, _, stored in self._trash.blobs[before:])
-        return freed
-
-    @property
-    def _shares_blobs(self) -> bool:
-        return self.blobs.count < self.tree.parts.slots.used
-
-    def _forget_durable(self, slot: int) -> None:
-        pages = self.tree.pages
-        rows = self.tree.parts_of(np.array([slot], np.int32)).blob
-        self._stats.evicted_ssd_pages += 1
-        if (self.blobs.slot[rows] == NO_SLOT).any():
+    def forget_durable(self, slot: int) -> None:
+        """Give up a page's journal record, and so its bytes on SSD. A page without a DRAM copy is removed."""
+        tree = self.tree
+        _, parts = tree.parts.of(tree.pages.part[[slot]])
+        self.stats.evicted_ssd_pages += 1
+        if (self.blobs.slot[tree.parts.blob[parts]] == NO_SLOT).any():
             self.remove_page(slot)
             return
-        pages.flags[slot] &= ~np.uint8(DURABLE)
+        named = parts[tree.parts.durable[parts]]
+        tree.pages.flags[slot] &= ~np.uint8(DURABLE)
+        tree.parts.durable[named] = False
+        rows = tree.parts.blob[named]
         np.subtract.at(self.blobs.durable_pages, rows, 1)
-        self._trash.records.append((self.number, pages.key_bytes(slot)))
-        for row in rows.tolist():
+        self._trash.records.append((self.number, tree.pages.key_bytes(slot)))
+        for row in set(rows.tolist()):
             self.settle(row)
+
+    def trash_marks(self) -> tuple[int, int]:
+        """Where the trash ends now, for `freed_on_ssd`."""
+        return len(self._trash.blobs), len(self._trash.outdated)
+
+    def freed_on_ssd(self, blobs: int, outdated: int, footprint: Callable[[int], int]) -> int:
+        """Bytes on SSD that the next commits will free, of what was thrown away since `trash_marks`."""
+        freed = sum(footprint(stored) for _, _, stored in self._trash.blobs[blobs:])
+        for space, _, rows in self._trash.outdated[outdated:]:
+            freed += sum(footprint(space.stored_bytes(row)) for row in rows if space.blobs.durable_pages[row] == 1)
+        return freed
 
     def mark_wanted(self, slots: Slots) -> None:
         """Protect pages from `evict_ssd` until `clear_wanted`."""
-        self.tree.pages.flags[slots] |= _WANTED
+        self.tree.pages.flags[slots] |= WANTED
 
     def clear_wanted(self) -> None:
         """End the protection of all pages."""
-        self.tree.pages.flags[: self.tree.pages.ranges.high] &= ~np.uint8(_WANTED)
+        self.tree.pages.flags[: self.tree.pages.ranges.high] &= ~np.uint8(WANTED)
 
     # --- records -------------------------------------------------------------------------------------------------------
 
-    def page_record(self, slot: int, now: float) -> PageRecord:
-        """The journal's record of a page."""
+    def page_record(self, slot: int, now: float, *, only_named: bool = False) -> PageRecord:
+        """The journal's record of a page; with `only_named`, of the parts that its present record names."""
         tree, pages = self.tree, self.tree.pages
         path = tree.path_to(slot)
         above = int(tree.path_slots(path)[-2]) if path.pages > 1 else -1
-        parts = tree.parts_of(np.array([slot], np.int32))
+        _, parts = tree.parts.of(pages.part[[slot]])
+        if only_named:
+            parts = parts[tree.parts.durable[parts]]
         label = None
         if self.settings.recipes and not tree.nodes.sealed[path.nodes[-1]]:
             label = pages.tokens[slot].tobytes() + pages.extras[slot].tobytes()
@@ -285,7 +338,7 @@ class Space:
             retain=int(pages.retain[slot]), label=label,
             parts=tuple(
                 PartRecord(PartRange(int(c), *(int(x) for x in r)), self.blobs.id_of(b), self.blobs.layout_of(b).payload_bytes)
-                for b, c, r in zip(parts.blob.tolist(), parts.component, parts.ranges, strict=True)
+                for b, c, r in zip(tree.parts.blob[parts].tolist(), tree.parts.component[parts], tree.parts.ranges[parts], strict=True)
             ),
         )  # fmt: skip
 

@@ -7,7 +7,6 @@ block is in two bounded executors.
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,16 +14,19 @@ from pathlib import Path as FilePath
 
 import lmdb
 import numpy as np
+import numpy.typing as npt
 
-from kvstore.digests import DIGEST_BYTES, NO_EXTRA, page_key
-from kvstore.errors import BadRequest, Busy, Conflict, KVStoreError, MissingParent, NoSpace, NotFound, UnknownNamespace
+from kvstore.digests import DIGEST_BYTES
+from kvstore.errors import Conflict, KVStoreError, MissingParent, NotFound, UnknownNamespace
 from kvstore.radix.journal import Journal
 from kvstore.radix.pages import DURABLE
-from kvstore.radix.tree import Extras, Path, as_token_bytes
+from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
 from kvstore.store.datadir import DataDir
 from kvstore.store.leases import Lease, Leases
 from kvstore.store.part_table import PartTable, part_table
-from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_cover
+from kvstore.store.pending import Pending
+from kvstore.store.puts import Put, PutRequest, PutResult
+from kvstore.store.putting import Puts
 from kvstore.store.recovery import Recovery
 from kvstore.store.residency import Held, Residency
 from kvstore.store.space import NamespaceSettings, Space, Trash
@@ -37,10 +39,6 @@ from kvstore.tiers.watermarks import Watermarks
 
 _log = logging.getLogger("kvstore.store")
 
-MAX_PUT_PAGES = 4096
-MAX_OPEN_PUTS = 1024
-"""Each holds the tokens of its prefix, so their number is bounded."""
-_YIELD_EVERY = 256
 _SWEEP_S = 0.5
 _SETTLE_POLL_S = 0.001
 
@@ -53,6 +51,7 @@ class StoreConfig:
     dram_bytes: int
     ssd_bytes: int
     max_pages: int = 10_000_000
+    max_ghosts: int = 200_000
     watermarks: Watermarks = field(default_factory=Watermarks)
     put_wait_s: float = 1.0
     put_idle_s: float = 60.0
@@ -66,13 +65,19 @@ class StoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A matched prefix. `dram_pages` of its pages are in DRAM, the rest is on SSD."""
+    """A matched prefix that ends at the longest usable boundary, `pages` from the root.
+
+    `known_pages` is how far the pages themselves go. `boundaries` are all usable ones, if asked for. Of the pages to load
+    `dram_pages` are in DRAM, the rest is on SSD (-1 if parts were not asked for).
+    """
 
     pages: int
     tokens: int
+    known_pages: int
     dram_pages: int
     lease: Lease | None
     parts: PartTable | None
+    boundaries: npt.NDArray[np.int64]
 
 
 class Store:
@@ -86,7 +91,6 @@ class Store:
         """Set when a background task has died of a bug: the daemon should then end, and be started anew."""
         self.leases = Leases()
         self._spaces: dict[str, Space] = {}
-        self._puts: dict[int, Put] = {}
         self._trash = Trash()
         self._tick = 0
         self._next_number = 1
@@ -145,6 +149,16 @@ class Store:
             lambda wanted: self._residency.make_ssd_room(wanted, time.time()), self._arena.view, config.batch_bytes,
         )  # fmt: skip
         self._residency.writeback = self._writeback
+        self._puts = Puts(
+            self._arena,
+            self._residency,
+            self._writeback,
+            self.stats,
+            self._use,
+            config.put_idle_s,
+            self._blob_file.footprint,
+            config.ssd_bytes,
+        )
 
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()
@@ -154,8 +168,7 @@ class Store:
         self._spaces.update((space.id, space) for space in spaces)
 
     async def __aexit__(self, *_: object) -> None:
-        for put in list(self._puts.values()):
-            put.close()
+        self._puts.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -196,9 +209,7 @@ class Store:
             now = time.monotonic()
             for lease in self.leases.expired(now):
                 self.leases.release(lease)
-            for put in list(self._puts.values()):
-                if put.last_used + self.config.put_idle_s < now:
-                    self.abort_put(put)
+            self._puts.sweep(now)
 
     async def _sweep_orphans(self) -> None:
         """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""
@@ -226,7 +237,7 @@ class Store:
     # --- namespaces ----------------------------------------------------------------------------------------------------
 
     def _new_space(self, number: int, settings: NamespaceSettings) -> Space:
-        space = Space(number, settings, self.config.max_pages, self._arena, self._trash, self.stats)
+        space = Space(number, settings, self.config.max_pages, self._arena, self._trash, self.stats, self.config.max_ghosts)
         space.end_holds = self._end_holds
         return space
 
@@ -238,8 +249,8 @@ class Store:
             if slot in slots:
                 kept = int(np.flatnonzero(slots == slot)[0])
                 self.leases.shorten(lease, tree.path_to(int(slots[kept - 1])) if kept else Path([], 0, 0))
-        for put in [p for p in self._puts.values() if p.space is space and p.parent is not None]:
-            if slot in tree.path_slots(tree.path_to(tree.pages.find_key(put.parent or b""))):
+        for put in [p for p in self._puts.of_space(space) if p.anchor is not None]:
+            if slot in tree.path_slots(tree.path_to(tree.pages.find_key(put.anchor or b""))):
                 put.fail(MissingParent("a page before the put was lost: its bytes did not verify"))
                 self.abort_put(put)
 
@@ -291,8 +302,7 @@ class Store:
         self._spaces.pop(space.id, None)
         for lease in self.leases.of_space(space):
             self.leases.release(lease)
-        for put in [p for p in self._puts.values() if p.space is space]:
-            self.abort_put(put)
+        self._puts.end_space(space)
         blobs = space.blobs
         rows = np.unique(space.tree.parts_of(space.tree.live_slots()).blob)
         blobs.pages[rows] = blobs.durable_pages[rows] = 0
@@ -300,6 +310,11 @@ class Store:
         for row in rows.tolist():
             space.settle(row)
         async with self._writeback.lock:
+            for _, _, outdated in [item for item in self._trash.outdated if item[0] is space]:
+                blobs.durable_pages[outdated] = 0
+                for row in outdated:
+                    space.unpin(row)
+            self._trash.outdated[:] = [item for item in self._trash.outdated if item[0] is not space]
             self._trash.records[:] = [item for item in self._trash.records if item[0] != space.number]
             self._trash.blobs[:] = [item for item in self._trash.blobs if item[0] != space.number]
             loop = asyncio.get_running_loop()
@@ -309,23 +324,43 @@ class Store:
 
     # --- reading -------------------------------------------------------------------------------------------------------
 
-    def match(self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False) -> Match:
-        """The longest prefix of `tokens` that is in the store. Without a lease it changes nothing and is no use of the pages."""
-        tokens = as_token_bytes(tokens)
-        path = space.tree.match(tokens, extras)
+    def match(
+        self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
+        boundaries: bool = False, base: int = 0,
+    ) -> Match:  # fmt: skip
+        """The longest usable prefix of `tokens`. Without a lease it changes nothing and is no use of the pages.
+
+        With a `base`, a lease of this owner, the tokens are those after it.
+        """
+        tokens, start = as_token_bytes(tokens), self._base_path(owner, space, base)
+        tree, page_tokens = space.tree, space.spec.page_tokens
+        known = tree.match(tokens, extras, start)
+        path, usable = known, np.empty(0, np.int64)
+        if tree.rules.optional:
+            masks = tree.pages.components[tree.path_slots(known)]
+            path = tree.shorten(known, tree.rules.longest(masks))
+            if boundaries:
+                usable = np.flatnonzero(tree.rules.usable(masks))
+        elif boundaries:
+            usable = np.arange(known.pages + 1)
         self.stats.matches += 1
         self.stats.asked_tokens += len(tokens) // 4
-        self.stats.matched_tokens += path.pages * space.spec.page_tokens
+        self.stats.matched_tokens += max(path.pages - start.pages, 0) * page_tokens
         lease = None
         if lease_s and path.pages:
-            path = space.tree.open_path(path, tokens, extras)
+            path = tree.open_path(path, tokens, extras, start.pages)
             lease = self.leases.grant(owner, space, path, time.monotonic(), lease_s)
             self._use(space, path)
-        if not parts:
-            return Match(path.pages, path.pages * space.spec.page_tokens, -1, lease, None)
-        slots = space.tree.path_slots(path)
-        table, in_dram = part_table(space, slots)
-        return Match(path.pages, path.pages * space.spec.page_tokens, in_dram, lease, table)
+        table, in_dram = part_table(space, tree.path_slots(path)) if parts else (None, -1)
+        return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
+
+    def _base_path(self, owner: int, space: Space, base: int) -> Path:
+        if not base:
+            return EMPTY_PATH
+        lease = self.leases.get(owner, base)
+        if lease.space is not space:
+            raise NotFound(f"lease {base} does not exist in this namespace")
+        return space.tree.path_to(space.tree.pages.find_key(lease.boundary))
 
     def _use(self, space: Space, path: Path) -> None:
         self._tick += 1
@@ -361,118 +396,26 @@ class Store:
 
     # --- writing -------------------------------------------------------------------------------------------------------
 
-    async def begin_put(self, owner: int, space: Space, request: PutRequest) -> Put:
-        """Start a put: check it, find out which of its pages are missing, and take DRAM slots for them.
-
-        Raises MissingParent, Busy or NoSpace; then nothing is held.
-        """
-        check_cover(space.spec, request.ranges)
-        if len(self._puts) >= MAX_OPEN_PUTS:
-            self.stats.puts_busy += 1
-            raise Busy(f"{MAX_OPEN_PUTS} puts are under way", retry_after_ms=100)
-        put = Put(secrets.randbits(63), owner, space, request, self._arena)
-        self._check_put(put)
-        path = space.tree.match(request.tokens, request.extras)
-        if path.pages < request.first_page:
-            raise MissingParent(f"the put starts at page {request.first_page}, but the store has {path.pages} pages of its prefix")
-        first = min(path.pages, put.total_pages)
-        parent_key = space.tree.key_at(path)
-        put.needs_from(first, space.tree.pin(path) if path.pages else None, b"")
-        self._puts[put.handle] = put
-        try:
-            put.keys = await self._page_keys(parent_key, put)
-            for _ in range(put.page_count):
-                for part, size in enumerate(put.stored_sizes):
-                    put.add_slot(part, await self._residency.allocate(space, size))
-            if space.dropped:
-                raise UnknownNamespace(f"namespace {space.settings.name!r} was dropped")
-        except BaseException as error:
-            self.stats.puts_busy += isinstance(error, Busy)
-            self.stats.puts_no_space += isinstance(error, NoSpace)
-            self.abort_put(put)
-            raise
-        return put
-
-    def _check_put(self, put: Put) -> None:
-        request, space = put.request, put.space
-        pages = put.total_pages - request.first_page
-        if len(request.put_id) != DIGEST_BYTES:
-            raise BadRequest(f"the put id is {len(request.put_id)} bytes, not {DIGEST_BYTES}")
-        if len(request.tokens) % space.tree.pages.token_bytes:
-            raise BadRequest(f"a put covers whole pages of {space.spec.page_tokens} tokens, not {len(request.tokens) / 4:g} tokens")
-        if not 0 < pages <= MAX_PUT_PAGES or request.first_page < 0:
-            raise BadRequest(f"a put of {pages} pages: give 1 to {MAX_PUT_PAGES}")
-        needed = pages * sum(Arena.slot_class("", size).slot_bytes for size in put.stored_sizes)
-        if needed > self.config.dram_bytes:
-            self.stats.puts_no_space += 1
-            raise NoSpace(
-                f"a put of {needed} bytes does not fit into a DRAM tier of {self.config.dram_bytes}: "
-                "put fewer pages at once, or give the daemon a larger --dram"
-            )
-        if request.ack is Ack.DURABLE and pages * sum(self._blob_file.footprint(s) for s in put.stored_sizes) > self.config.ssd_bytes:
-            self.stats.puts_no_space += 1
-            raise NoSpace(f"a durable put of {needed} bytes does not fit into an SSD tier of {self.config.ssd_bytes}")
-
-    async def _page_keys(self, parent: bytes, put: Put) -> bytes:
-        width, tokens, extras = put.space.tree.pages.token_bytes, put.request.tokens, put.request.extras
-        keys = []
-        for page in range(put.first_needed, put.total_pages):
-            parent = page_key(parent, tokens[page * width : (page + 1) * width] + extras.get(page, NO_EXTRA))
-            keys.append(parent)
-            if len(keys) % _YIELD_EVERY == 0:
-                await asyncio.sleep(0)
-        return b"".join(keys)
+    async def begin_put(self, owner: int, space: Space, request: PutRequest, base: int = 0) -> Put:
+        """Start a put, after the boundary of a lease of this owner if a `base` is given (see Puts.begin)."""
+        return await self._puts.begin(owner, space, request, self._base_path(owner, space, base))
 
     def get_put(self, owner: int, handle: int) -> Put:
         """An owner's own put under way; NotFound otherwise."""
-        put = self._puts.get(handle)
-        if put is None or put.owner != owner:
-            raise NotFound(f"put {handle} does not exist: it was committed, aborted, or timed out")
-        put.last_used = time.monotonic()
-        return put
+        return self._puts.get(owner, handle)
 
-    async def commit_put(self, put: Put) -> PutResult:
-        """Make the put's pages visible, and wait until they are durable if it asks for that.
-
-        If NoSpace comes from the second step, the pages can be read but are not promised to stay.
-        """
-        try:
-            result = put.commit()
-        except BaseException:
-            self.abort_put(put)
-            raise
-        self._puts.pop(put.handle, None)
-        self.stats.puts += 1
-        self.stats.put_pages += result.new_pages
-        self.stats.put_exists_pages += result.existing_pages
-        self.stats.put_bytes += put.payload_bytes
-        space, request = put.space, put.request
-        path = space.tree.match(request.tokens, request.extras)
-        self._use(space, path)
-        if request.ack is Ack.DURABLE:
-            await self._promise(space, path)
-        return result
-
-    async def _promise(self, space: Space, path: Path) -> None:
-        slots = space.tree.path_slots(path)
-        retain = space.tree.pages.retain
-        if space.settings.retention_s:  # whole seconds, rounded so that it is never short of what was promised
-            retain[slots] = np.maximum(retain[slots], int(time.time()) + 2 + space.settings.retention_s)
-        done = await self._writeback.make_durable(space, [space.tree.key_at(path)], rewrite=True)
-        if not done:
-            raise NotFound("the pages were removed before they became durable: put them again")
+    async def commit_put(self, put: Put, wait_s: float = 0.0) -> PutResult:
+        """Make a put's pages visible (see Puts.commit)."""
+        return await self._puts.commit(put, wait_s)
 
     def abort_put(self, put: Put) -> None:
         """End a put that was not committed. Nothing of it is left."""
-        if self._puts.pop(put.handle, None) is not None:
-            self.stats.puts_aborted += 1
-        put.close()
+        self._puts.abort(put)
 
     def release_owner(self, owner: int) -> None:
         """A client is gone: its leases end, and its puts leave nothing."""
         self.leases.release_owner(owner)
-        for put in [p for p in self._puts.values() if p.owner == owner]:
-            self.abort_put(put)
+        self._puts.release_owner(owner)
 
     # --- looking on ----------------------------------------------------------------------------------------------------
 
@@ -489,6 +432,15 @@ class Store:
     def puts_open(self) -> int:
         """Puts under way."""
         return len(self._puts)
+
+    def pending_of(self, space: Space) -> list[Pending]:
+        """What waits for other shards in a namespace."""
+        return [pending for assembly in self._puts.assemblies.of_space(space) for pending in assembly.pending]
+
+    @property
+    def pending_pages(self) -> int:
+        """Pages of which other shards are still to come."""
+        return self._puts.assemblies.pages
 
     @property
     def backlog(self) -> int:

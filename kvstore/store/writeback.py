@@ -41,8 +41,10 @@ class _Batch:
 
     blobs: BlobBatch = field(default_factory=BlobBatch)
     records: JournalBatch = field(default_factory=JournalBatch)
-    pages: list[tuple[Space, bytes, bytes]] = field(default_factory=list)
-    """(space, page key, version) to be marked durable."""
+    pages: list[tuple[Space, bytes, bytes, list[int]]] = field(default_factory=list)
+    """(space, page key, version, the blob rows that its record names) to be marked durable."""
+    outdated: list[tuple[Space, bytes, list[int]]] = field(default_factory=list)
+    """Records that named blobs which their pages no longer have: (space, page key, blob rows)."""
     rows: list[tuple[Space, int]] = field(default_factory=list)
     """(space, blob row) being written."""
     pinned: list[tuple[Space, int]] = field(default_factory=list)
@@ -82,6 +84,11 @@ class Writeback:
 
     def poke(self) -> None:
         """There may be something to delete."""
+        self._wake.set()
+
+    def queue(self, space: Space, key: bytes, *, rewrite: bool = False) -> None:
+        """Make a page and its ancestors durable in the background, if that is possible."""
+        self._queue.append(_Request(space, key, rewrite, None))
         self._wake.set()
 
     async def make_durable(self, space: Space, keys: Iterable[bytes], *, rewrite: bool = False) -> int:
@@ -139,6 +146,8 @@ class Writeback:
             self._trash.records += batch.records.delete_pages
             self._trash.blobs += batch.blobs.delete
             self._trash.blobs += [(number, blob, len(stored)) for number, blob, stored in batch.blobs.put]
+            self._trash.outdated += batch.outdated
+            batch.outdated = []
             await asyncio.sleep(0.2)  # a failing disk is not to be hammered
         self._finish(batch, failure)
         for request in requests:
@@ -175,9 +184,22 @@ class Writeback:
             for request in requests:
                 if request.done is not None and not request.done.done():
                     request.done.set_exception(refused)
+        self._rewrite_outdated(batch)
         batch.records.delete_pages, batch.blobs.delete = self._trash.records, self._trash.blobs
         self._trash.records, self._trash.blobs = [], []
         return batch
+
+    def _rewrite_outdated(self, batch: _Batch) -> None:
+        """Write anew the records that name too much; those in the batch already are right anyway."""
+        batch.outdated, self._trash.outdated = self._trash.outdated, []
+        done = {(number, key) for number, key, _ in batch.records.put_pages}
+        now = time.time()
+        for space, key, _ in batch.outdated:
+            slot = -1 if space.dropped else space.tree.pages.find_key(key)
+            if slot >= 0 and space.tree.pages.flags[slot] & DURABLE and (space.number, key) not in done:
+                done.add((space.number, key))
+                record = encode_page(space.digest, space.page_record(slot, now, only_named=True))
+                batch.records.put_pages.append((space.number, key, record))
 
     def _plan(self, request: _Request, wanted: dict[tuple[int, bytes], Space], counted: set[tuple[int, int]]) -> int:
         """Add the page and those ancestors that are not durable yet, ancestors first. Returns their SSD bytes."""
@@ -187,7 +209,7 @@ class Writeback:
             return 0
         slots = tree.path_slots(tree.path_to(slot))
         space.mark_wanted(slots)
-        fresh = (tree.pages.flags[slots] & DURABLE) == 0
+        fresh = space.unwritten(slots)
         fresh[-1] |= request.rewrite
         footprint = 0
         for page in slots[fresh].tolist():
@@ -210,14 +232,17 @@ class Writeback:
             slot = space.tree.pages.find_key(key)
             if slot < 0:
                 continue
-            lost = [row for row in space.rows_of(slot) if not space.blobs.on_ssd[row] and space.blobs.slot[row] == NO_SLOT]
-            if lost:
+            while lost := [row for row in space.rows_of(slot) if not space.blobs.on_ssd[row] and space.blobs.slot[row] == NO_SLOT]:
                 space.lose_blob(lost[0])
+                if (slot := space.tree.pages.find_key(key)) < 0:
+                    break
+            if slot < 0:
                 continue
             record = space.page_record(slot, now)
             batch.records.put_pages.append((number, key, encode_page(space.digest, record)))
-            batch.pages.append((space, key, record.version))
-            for row in space.rows_of(slot):
+            named = space.rows_of(slot)
+            batch.pages.append((space, key, record.version, named))
+            for row in named:
                 space.pin(row)
                 batch.pinned.append((space, row))
                 if space.blobs.on_ssd[row] or (number, row) in taken:
@@ -246,14 +271,17 @@ class Writeback:
             for space, row in batch.rows:
                 space.blobs.on_ssd[row] = not space.dropped  # of a dropped namespace, what was just written is deleted next
                 self._stats.demoted_stored_bytes += space.stored_bytes(row)
-            for space, key, version in batch.pages:
+            for space, key, version, named in batch.pages:
                 slot = -1 if space.dropped else space.tree.pages.find_key(key)
                 if slot >= 0 and space.tree.version_of(slot) == version:
-                    if not space.is_durable(slot):
-                        space.mark_durable(slot)
-                        self._stats.demoted_pages += 1
+                    self._stats.demoted_pages += not space.is_durable(slot)
+                    space.mark_durable(slot, named)
                 elif not space.dropped:
                     self._trash.records.append((space.number, key))
+        for space, _, rows in batch.outdated:
+            for row in rows:
+                space.blobs.durable_pages[row] -= 1
+                space.unpin(row)
         for space, row in batch.pinned:
             space.unpin(row)
 

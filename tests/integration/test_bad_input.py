@@ -23,6 +23,7 @@ from kvstore.api.wire.messages import (
     PutStart,
 )
 from kvstore_client import BadRequest, Client, NoSpace
+from kvstore_client.put_layout import PutLayout
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.raw import RawClient, stat, wait_for_baseline
@@ -274,7 +275,9 @@ def test_a_commit_with_slices_missing(raw: RawClient) -> None:
         {"first_page": 4},
         {"first_page": -1},
         {"parts": []},
-        {"parts": [(0, 0, 8, 0, 1)]},
+        {"parts": [(0, 0, 8, 1, 1)]},
+        {"spans": [(0, 5)]},
+        {"spans": [(0, 2), (2, 4)]},
         {"parts": [(0, 0, 9, 0, 2)]},
         {"parts": [(0, 0, 8, 0, 2), (0, 0, 8, 0, 2)]},
         {"parts": [(7, 0, 8, 0, 2)]},
@@ -365,9 +368,9 @@ def test_the_sdk_says_what_is_wrong_before_anything_is_sent(daemon: DaemonProces
             with pytest.raises(BadRequest, match="read-only"):
                 namespace.fetch(match, bytes(4 * SPEC.page_bytes))
         huge = np.arange(4096 * SPEC.page_tokens, dtype=np.uint32).tobytes()
-        data = memoryview(bytes(4096 * SPEC.page_bytes))
+        data, layout = memoryview(bytes(4096 * SPEC.page_bytes)), PutLayout(SPEC, (SPEC.whole(),), 0, 4096)
         with pytest.raises(NoSpace):
-            client.run(namespace.inner._put_once(_start(namespace.id), huge, data, (SPEC.whole(),)))
+            client.run(namespace.inner._put_once(_start(namespace.id), huge, data, layout, 0.0))
 
 
 def _start(namespace: str) -> PutStart:

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.digests import NO_EXTRA, page_key_chain
-from kvstore.errors import MissingParent
 from kvstore.kvspec import PartRange
 from kvstore.radix.check import check
 from kvstore.radix.tree import Extras, NewPages, RadixTree
@@ -32,11 +31,15 @@ def keys_of(labels: Labels) -> list[bytes]:
     return list(page_key_chain(ROOT_KEY, (tokens[i * width : (i + 1) * width] + extras.get(i, NO_EXTRA) for i in range(len(labels)))))
 
 
-def insert(tree: RadixTree, labels: Labels, first: int, version: bytes, blob: int = 0) -> int:
-    tokens, extras = encode(labels)
-    count = len(labels) - first
-    blobs = np.full((count, len(RANGES)), blob, np.int32)
-    return tree.insert(tokens, extras, first, NewPages(b"".join(keys_of(labels)[first:]), version, blobs, RANGES)).pages
+def insert(tree: RadixTree, labels: Labels, version: bytes, blob: int = 0) -> int:
+    """Insert what is not there yet; returns how many pages were."""
+    path = tree.match(*encode(labels))
+    there = path.pages
+    if there < len(labels):
+        blobs = np.full((len(labels) - there, len(RANGES)), blob, np.int32)
+        path = tree.open_path(path, *encode(labels))
+        tree.extend(path, *encode(labels[there:]), NewPages(b"".join(keys_of(labels)[there:]), version, blobs, RANGES))
+    return there
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -52,19 +55,18 @@ class TreeMachine(RuleBasedStateMachine):
     def depth(self, labels: Labels) -> int:
         return next((n for n in range(len(labels), 0, -1) if labels[:n] in self.model), 0)
 
-    @rule(labels=labels_strategy, first=st.integers(0, 8), version=st.binary(min_size=16, max_size=16))
-    def insert(self, labels: Labels, first: int, version: bytes) -> None:
-        first = min(first, len(labels) - 1)
+    @rule(labels=labels_strategy, version=st.binary(min_size=16, max_size=16))
+    def insert(self, labels: Labels, version: bytes) -> None:
         there = self.depth(labels)
-        if there < first:
-            try:
-                insert(self.tree, labels, first, version)
-            except MissingParent:
-                return
-            raise AssertionError("a put without its parent was accepted")
-        assert insert(self.tree, labels, first, version) == there
+        assert insert(self.tree, labels, version) == there
         for n in range(there + 1, len(labels) + 1):
             self.model[labels[:n]] = version
+
+    @rule(labels=labels_strategy, at=st.integers(0, 8))
+    def match_from_a_page_on(self, labels: Labels, at: int) -> None:
+        whole = self.tree.match(*encode(labels))
+        base = self.tree.match(*encode(labels[: min(at, whole.pages)]))
+        assert self.tree.match(*encode(labels[base.pages :]), base) == whole
 
     @rule(labels=labels_strategy)
     def match(self, labels: Labels) -> None:
@@ -91,8 +93,8 @@ class TreeMachine(RuleBasedStateMachine):
             key, labels = self.pinned.pop(which % len(self.pinned))
             assert len(self.tree.unpin(key)) == len(labels)
 
-    @rule(labels=labels_strategy, at=st.integers(0, 8))
-    def remove(self, labels: Labels, at: int) -> None:
+    @rule(labels=labels_strategy, at=st.integers(0, 8), to_ghosts=st.booleans())
+    def remove(self, labels: Labels, at: int, to_ghosts: bool) -> None:
         path = self.tree.match(*encode(labels))
         if at >= path.pages:
             return
@@ -100,11 +102,18 @@ class TreeMachine(RuleBasedStateMachine):
         if any(leased[: at + 1] == prefix for _, leased in self.pinned):
             return
         gone = [known for known in self.model if known[: at + 1] == prefix]
-        removed = self.tree.remove(int(self.tree.path_slots(path)[at]))
+        slot = int(self.tree.path_slots(path)[at])
+        removed = self.tree.bury(slot) if to_ghosts else self.tree.remove(slot)
         assert removed.pages == len(gone)
         assert sum(len(b) for b in removed.blobs) == len(RANGES) * len(gone)
         for known in gone:
             del self.model[known]
+
+    @rule()
+    def forget_a_ghost(self) -> None:
+        ghosts = self.tree.coldest(self.tree.ghost_slots(), 1)
+        if len(ghosts):
+            assert self.tree.remove(int(ghosts[0])).pages == 0
 
     @rule()
     def coldest_is_leaf_first(self) -> None:
@@ -131,10 +140,10 @@ TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 def test_a_long_run_is_not_moved_but_gets_a_child() -> None:
     tree = RadixTree(ROOT_KEY, PAGE_TOKENS, 10_000)
     long = tuple((i, False) for i in range(2000))
-    insert(tree, long, 0, b"a" * 16)
+    insert(tree, long, b"a" * 16)
     blocker = ((9999, False),)
-    insert(tree, blocker, 0, b"b" * 16)
-    insert(tree, (*long, (7, False)), 2000, b"c" * 16)
+    insert(tree, blocker, b"b" * 16)
+    insert(tree, (*long, (7, False)), b"c" * 16)
     check(tree)
     assert len(tree.match(*encode((*long, (7, False)))).nodes) == 2
 
@@ -144,8 +153,8 @@ def test_growing_a_leaf_page_by_page_keeps_one_node() -> None:
     ours: Labels = ()
     for i in range(300):
         ours = (*ours, (i, False))
-        insert(tree, ours, i, b"a" * 16)
-        insert(tree, ((100_000 + i, False),), 0, b"b" * 16)  # takes the slots next to ours
+        insert(tree, ours, b"a" * 16)
+        insert(tree, ((100_000 + i, False),), b"b" * 16)  # takes the slots next to ours
     check(tree)
     assert len(tree.match(*encode(ours)).nodes) == 1
 
@@ -164,6 +173,6 @@ def test_sealed_pages_match_by_key_and_open_on_use() -> None:
     check(tree)
     assert opened.pages == 6
     assert tree.match(*encode(labels)).pages == 10
-    assert insert(tree, half, 6, b"w" * 16) == 6
+    assert insert(tree, half, b"w" * 16) == 6
     check(tree)
     assert tree.match(*encode(half)).pages == 7

@@ -85,11 +85,16 @@ class NamespaceList(Message):
 
 
 class MatchRequest(Message):
-    """Payload: the tokens (uint32 little-endian), then 32 bytes of extra digest for each of `extra_pages`."""
+    """Payload: the tokens (uint32 little-endian), then 32 bytes of extra digest for each of `extra_pages`.
+
+    With a lease as `base` the tokens are those after it, and `extra_pages` count from there. `boundaries` asks for all that are usable.
+    """
 
     namespace: str
     lease_ms: int = 0
     parts: bool = False
+    boundaries: bool = False
+    base: int = 0
     extra_pages: list[int] = []
 
 
@@ -106,12 +111,17 @@ class PartRunMeta(Message):
 
 
 class Matched(Message):
-    """Payload: if parts were asked for, 16 bytes of blob id for each part of each page, in order."""
+    """Payload: if parts were asked for, 16 bytes of blob id for each part to load of each page, in order.
+
+    `pages` is the longest usable boundary, `known_pages` how far the pages go; `boundaries` are the usable ones as half-open runs.
+    """
 
     pages: int
     tokens: int
     epoch: int
     endpoint: str
+    known_pages: int = 0
+    boundaries: list[tuple[int, int]] = []
     dram_pages: int = -1
     lease: int = 0
     lease_ms: int = 0
@@ -147,29 +157,36 @@ class Fetched(Message):
 
 
 class PutStart(Message):
-    """Payload as in MatchRequest; the tokens are the whole prefix, and pages from `first_page` on are put."""
+    """Payload as in MatchRequest; the tokens are the whole prefix, or what follows the lease `base`. Pages from `first_page` on are put.
+
+    `spans` are the pages [first, last) that carry each part; without them all do.
+    """
 
     namespace: str
     put_id: bytes
     first_page: int
     parts: PartRangeList
+    spans: list[tuple[int, int]] = []
+    base: int = 0
     ack: str = "memory"
     extra_pages: list[int] = []
 
 
 class PutReady(Message):
-    """Send the slices of the pages [first_needed, total_pages); the ones before are there already."""
+    """Send what `wanted` names, as (part, first page, last page); the rest is there already. The pages before `first_needed` are."""
 
     handle: int
     first_needed: int
     total_pages: int
+    wanted: list[tuple[int, int, int]]
 
 
 class Commit(Message):
-    """Commit a put. `wait_ms`: how long to wait for slices still under way on other connections."""
+    """Commit a put. `wait_ms`: how long to wait for slices still under way on other connections; `whole_ms`: for other shards."""
 
     handle: int
     wait_ms: int = 0
+    whole_ms: int = 0
 
 
 class PutHandle(Message):
@@ -179,10 +196,11 @@ class PutHandle(Message):
 
 
 class Committed(Message):
-    """How a put ended."""
+    """How a put ended. Pending pages still lack other shards."""
 
     new_pages: int
     existing_pages: int
+    pending_pages: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()

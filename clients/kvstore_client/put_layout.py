@@ -1,0 +1,88 @@
+"""Where the parts of a put lie in the caller's buffer, and how they are cut into commits and frames. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.api.wire import BadRequest, KVSpec, PartRange
+
+
+@dataclass(frozen=True, slots=True)
+class SliceFrame:
+    """Consecutive slices of one part of one page, each as (offset, size) in the caller's buffer."""
+
+    page: int
+    part: int
+    first_slice: int
+    slices: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return sum(size for _, size in self.slices)
+
+
+class PutLayout:
+    """Pages [first, total), each as those of its parts that it carries, in order, one after the other in one buffer."""
+
+    def __init__(
+        self, spec: KVSpec, parts: tuple[PartRange, ...], first_page: int, total: int, spans: tuple[tuple[int, int], ...] | None = None
+    ) -> None:
+        if spans is not None and len(spans) != len(parts):
+            raise BadRequest(f"{len(spans)} page spans for {len(parts)} parts")
+        if not 0 <= first_page < total:
+            raise BadRequest(f"a put of the pages [{first_page}, {total}): there are none")
+        for part in parts:
+            spec.check_range(part)
+        self.spec = spec
+        self.parts = parts
+        self.first_page = first_page
+        self.total = total
+        self.spans = spans or ((first_page, total),) * len(parts)
+        pages = np.arange(first_page, total)[:, np.newaxis]
+        bounds = np.array(self.spans).reshape(-1, 2)
+        carried = (pages >= bounds[:, 0]) & (pages < bounds[:, 1])
+        sizes = carried * np.array([spec.part_bytes(p) for p in parts], np.int64)
+        ends = np.cumsum(sizes.ravel()).reshape(sizes.shape)
+        self._starts: npt.NDArray[np.int64] = ends - sizes
+        self._page_ends = ends[:, -1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return int(self._page_ends[-1])
+
+    def commits(self, max_pages: int, max_bytes: int) -> Iterator[tuple[int, int]]:
+        """The pages [first, last) of each commit, of at most so many pages and about so many bytes."""
+        first = 0
+        while first < len(self._page_ends):
+            before = int(self._page_ends[first - 1]) if first else 0
+            last = int(np.searchsorted(self._page_ends, before + max_bytes, side="right"))
+            last = min(max(last, first + 1), first + max_pages, len(self._page_ends))
+            yield self.first_page + first, self.first_page + last
+            first = last
+
+    def between(self, first: int, last: int) -> tuple[list[PartRange], list[tuple[int, int]]]:
+        """The parts that the pages [first, last) carry, and on which of them."""
+        clipped = [(part, max(lo, first), min(hi, last)) for part, (lo, hi) in zip(self.parts, self.spans, strict=True)]
+        found = [(part, (lo, hi)) for part, lo, hi in clipped if lo < hi]
+        return [part for part, _ in found], [span for _, span in found]
+
+    def frames(self, wanted: list[tuple[int, int, int]], parts: list[PartRange], max_bytes: int) -> list[SliceFrame]:
+        """What to send, page after page: `wanted` names (index into `parts`, first page, last page)."""
+        cells = [(page, part) for part, first, last in wanted for page in range(first, last)]
+        return [frame for page, part in sorted(cells) for frame in self._frames_of(page, part, parts[part], max_bytes)]
+
+    def _frames_of(self, page: int, part: int, part_range: PartRange, max_bytes: int) -> Iterator[SliceFrame]:
+        at = int(self._starts[page - self.first_page, self.parts.index(part_range)])
+        group: list[tuple[int, int]] = []
+        first, size = 0, 0
+        for index, slice_bytes in enumerate(self.spec.slice_layout(part_range).sizes):
+            if group and size + slice_bytes > max_bytes:
+                yield SliceFrame(page, part, first, tuple(group))
+                group, first, size = [], index, 0
+            group.append((at, slice_bytes))
+            at, size = at + slice_bytes, size + slice_bytes
+        yield SliceFrame(page, part, first, tuple(group))

@@ -1,0 +1,192 @@
+"""Puts by several shards: what one computation has brought so far, until its pages are whole and enter the tree.
+
+All shards of a computation carry its put id. What a shard has committed is kept, pinned and invisible, until every layer and
+head of every required component is there, for a page and for the pages before it. Optional components may follow later.
+Bookkeeping on the loop's thread: no await, no I/O.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.digests import KEY_BYTES
+from kvstore.kvspec import PartRange
+from kvstore.radix.components import Masks
+from kvstore.radix.pages import Slots
+from kvstore.radix.tree import EMPTY_PATH, NewPages
+from kvstore.store.pending import Pending
+from kvstore.store.space import Space
+
+MAX_PENDING_PAGES = 1 << 20
+"""Of all computations: each costs some hundred bytes besides its parts."""
+
+
+@dataclass(eq=False, slots=True)
+class Assembly:
+    """What is pending of one computation, and whose shards are in it. It ends at `expires` unless more comes."""
+
+    space: Space
+    put_id: bytes
+    expires: float
+    owners: set[int]
+    durable: bool
+    pending: list[Pending]
+
+
+class Assemblies:
+    """All assemblies of a daemon."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[tuple[int, bytes], Assembly] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def pages(self) -> int:
+        """Pages that are not whole yet, or wait for a page before them."""
+        return sum(len(p.rows) for a in self._by_id.values() for p in a.pending)
+
+    def of_space(self, space: Space) -> list[Assembly]:
+        """Those of a namespace."""
+        return [a for a in self._by_id.values() if a.space is space]
+
+    def expired(self, now: float) -> list[Assembly]:
+        """Those whose time is over."""
+        return [a for a in self._by_id.values() if a.expires <= now]
+
+    def pending_of(self, space: Space, put_id: bytes) -> list[Pending]:
+        """What is pending under a put id."""
+        assembly = self._by_id.get((space.number, put_id))
+        return assembly.pending if assembly else []
+
+    def present(self, space: Space, put_id: bytes, first: int, keys: bytes, ranges: tuple[PartRange, ...]) -> npt.NDArray[np.bool_]:
+        """Which parts (pages, parts) of a put that is about to start are here already."""
+        found = np.zeros((len(keys) // KEY_BYTES, len(ranges)), np.bool_)
+        asked = Pending(first, b"", keys, b"", (), np.empty((len(found), 0), np.int32))
+        for pending in self.pending_of(space, put_id):
+            low, high = max(first, pending.first), min(asked.end, pending.end)
+            if low < high and pending.meets(asked):
+                for part, part_range in enumerate(ranges):
+                    if part_range in pending.ranges:
+                        here = pending.rows[low - pending.first : high - pending.first, pending.ranges.index(part_range)]
+                        found[low - first : high - first, part] = here >= 0
+        return found
+
+    def deposit(self, space: Space, put_id: bytes, pending: Pending, *, owner: int, expires: float, durable: bool) -> None:
+        """Take in what a shard brought. Every row of it is pinned once, which is ours to undo from here on."""
+        assembly = self._by_id.get((space.number, put_id))
+        if assembly is None:
+            assembly = self._by_id[space.number, put_id] = Assembly(space, put_id, expires, set(), False, [])
+        assembly.expires = max(assembly.expires, expires)
+        assembly.owners.add(owner)
+        assembly.durable |= durable
+        for other in [p for p in assembly.pending if p.meets(pending)]:
+            assembly.pending.remove(other)
+            pending, spare = other.joined(pending)
+            for row in spare:
+                space.unpin(row)
+        assembly.pending.append(pending)
+
+    def advance(self, space: Space) -> list[tuple[Assembly, bytes]]:
+        """Bring into the tree all that is whole now. Returns who went on, each with the key of the last page that gained."""
+        went_on: list[tuple[Assembly, bytes]] = []
+        more = True
+        while more:
+            more = False
+            for assembly in self.of_space(space):
+                for pending in sorted(assembly.pending, key=lambda p: p.first):
+                    if (last := _bring_in(assembly, pending)) is not None:
+                        went_on.append((assembly, last))
+                        more = True
+                    if not (pending.rows >= 0).any():
+                        assembly.pending.remove(pending)
+                if not assembly.pending:
+                    del self._by_id[space.number, assembly.put_id]
+        return went_on
+
+    def drop(self, assembly: Assembly) -> None:
+        """Give up what is pending."""
+        del self._by_id[assembly.space.number, assembly.put_id]
+        for pending in assembly.pending:
+            _let_go(assembly.space, pending, slice(None), pending.rows >= 0)
+
+    def release_owner(self, owner: int) -> None:
+        """A client is gone. What it brought stays as long as another shard of the computation is alive, who may bring the rest."""
+        for assembly in [a for a in self._by_id.values() if owner in a.owners]:
+            assembly.owners.discard(owner)
+            if not assembly.owners:
+                self.drop(assembly)
+
+
+def _bring_in(assembly: Assembly, pending: Pending) -> bytes | None:
+    """Insert the whole pages at the front, and give pages that exist what they lack. Returns the key of the last page that gained."""
+    space = assembly.space
+    tree, rules = space.tree, space.tree.rules
+    masks = pending.masks(space.spec)
+    slots = _existing(space, pending)
+    existing = len(slots)
+    gained = _fill_in(space, pending, slots, masks)
+    whole = (masks[existing:] & rules.required) == rules.required
+    count = len(whole) if whole.all() else int(whole.argmin())
+    parent = pending.key(pending.first + existing - 1)
+    at = tree.pages.find_key(parent)
+    if count and (at >= 0 or parent == tree.root_key):
+        run = slice(existing, existing + count)
+        here = _of_whole_components(pending, masks)[run]
+        first = pending.first + existing
+        width = tree.pages.token_bytes
+        extras = {page - first: extra for page, extra in pending.extras.items() if first <= page < first + count}
+        rows = np.where(here, pending.rows[run], np.int32(-1))
+        keys = pending.keys[run.start * KEY_BYTES : run.stop * KEY_BYTES]
+        base = tree.path_to(at) if at >= 0 else EMPTY_PATH
+        space.insert(
+            base, pending.labels[run.start * width : run.stop * width], extras, NewPages(keys, assembly.put_id, rows, pending.ranges)
+        )
+        _let_go(space, pending, run, here)
+        gained = pending.key(first + count - 1)
+    return gained
+
+
+def _existing(space: Space, pending: Pending) -> Slots:
+    """The slots of those pages at the front that are in the tree."""
+    slots: list[int] = []
+    for page in range(pending.first, pending.end):
+        slot = space.tree.pages.find_key(pending.key(page))
+        if slot < 0:
+            break
+        slots.append(slot)
+    return np.array(slots, np.int32)
+
+
+def _fill_in(space: Space, pending: Pending, slots: Slots, masks: Masks) -> bytes | None:
+    """Give pages that exist the optional components that they lack. First commit wins: of what they have nothing is taken."""
+    if not len(slots):
+        return None
+    run, tree = slice(0, len(slots)), space.tree
+    has = tree.pages.components[slots]
+    component_bits = np.array([1 << r.component for r in pending.ranges], np.uint16)
+    here = pending.rows[run] >= 0
+    wanted = _of_whole_components(pending, masks)[run] & ((has[:, np.newaxis] & component_bits) == 0)
+    if wanted.any():
+        rows = np.where(wanted, pending.rows[run], np.int32(-1))
+        space.add_parts(slots, rows, pending.ranges)
+    _let_go(space, pending, run, here & (wanted | ((has[:, np.newaxis] & component_bits) != 0)))
+    gained = np.flatnonzero(wanted.any(axis=1))
+    return pending.key(pending.first + int(gained[-1])) if len(gained) else None
+
+
+def _of_whole_components(pending: Pending, masks: Masks) -> npt.NDArray[np.bool_]:
+    """Which rows (pages, parts) are here and belong to a component that is whole on its page."""
+    bits = np.array([1 << r.component for r in pending.ranges], np.uint16)
+    return np.asarray((pending.rows >= 0) & ((masks[:, np.newaxis] & bits) != 0))
+
+
+def _let_go(space: Space, pending: Pending, run: slice, which: npt.NDArray[np.bool_]) -> None:
+    """Unpin some rows: they are in the tree now, or not needed."""
+    rows = pending.rows[run]
+    gone = rows[which].tolist()
+    rows[which] = -1
+    for row in gone:
+        space.unpin(row)

@@ -1,0 +1,158 @@
+"""Who may go: what can be evicted from DRAM and from SSD, coldest first, as units of a page and some of its components.
+
+A page's required components are one unit, with the recency of the page. Each optional component is a unit of its own, as old as
+the last use of a boundary that needed it: a window part behind every boundary in use goes long before its page.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.radix.pages import DURABLE, Slots
+from kvstore.store.space import WANTED, Space
+from kvstore.tiers.blobs import NO_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Some components (a mask) of a page of a namespace, and the bytes that they take up."""
+
+    space: Space
+    key: bytes
+    components: int
+    recency: int
+    nbytes: int
+
+    @property
+    def required(self) -> bool:
+        """Whether it is what makes the page: without it the page goes, and all below it."""
+        return bool(self.components & self.space.tree.rules.required)
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Candidates as columns: page slot, group (0 for the required components, then the optional ones), recency and bytes."""
+
+    slot: Slots
+    group: npt.NDArray[np.int64]
+    recency: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+
+    def coldest(self, count: int) -> "_Units":
+        """The `count` coldest, in that order."""
+        order = np.arange(len(self.slot))
+        if count < len(order):
+            order = np.argpartition(self.recency, count)[:count]
+        order = order[np.argsort(self.recency[order], kind="stable")]
+        return _Units(self.slot[order], self.group[order], self.recency[order], self.nbytes[order])
+
+
+def dram_victims(spaces: list[Space], wanted: int) -> list[Unit]:
+    """The coldest unleased units of all namespaces that together hold `wanted` bytes in DRAM, coldest first."""
+    found: list[Unit] = []
+    for space in spaces:
+        units = _in_dram(space)
+        if len(units.slot):
+            found += _listed(space, units.coldest(-(-wanted // int(units.nbytes.min()))))
+    found.sort(key=lambda unit: unit.recency)
+    total = 0
+    for number, unit in enumerate(found):
+        if total >= wanted:
+            return found[:number]
+        total += unit.nbytes
+    return found
+
+
+def _in_dram(space: Space) -> _Units:
+    tree, blobs = space.tree, space.blobs
+    slots = tree.live_slots()
+    slots = slots[tree.pages.leases[slots] == 0]
+    owner, part = tree.parts.of(tree.pages.part[slots])
+    rows = tree.parts.blob[part]
+    resident = (blobs.slot[rows] != NO_SLOT) & (blobs.pins[rows] == 0)
+    return _units(space, slots, owner[resident], part[resident], blobs.stored_of(rows[resident]))
+
+
+def _units(space: Space, slots: Slots, owner: Slots, part: Slots, nbytes: npt.NDArray[np.int64]) -> _Units:
+    """Sum up parts (`owner` indexes `slots`) by page and group."""
+    tree = space.tree
+    group_of = np.zeros(16, np.int64)
+    for number, rule in enumerate(tree.rules.optional):
+        group_of[rule.component] = number + 1
+    sizes = np.zeros((len(slots), len(tree.rules.optional) + 1), np.int64)
+    np.add.at(sizes, (owner, group_of[tree.parts.component[part]]), nbytes)
+    page, group = np.nonzero(sizes)
+    recency = np.stack([tree.pages.recency[slots], *(column[slots] for column in tree.pages.part_recency)], axis=1)
+    return _Units(slots[page], group, recency[page, group], sizes[page, group])
+
+
+def _listed(space: Space, units: _Units) -> list[Unit]:
+    masks = [space.tree.rules.required, *(rule.bit for rule in space.tree.rules.optional)]
+    columns = zip(units.slot.tolist(), units.group.tolist(), units.recency.tolist(), units.nbytes.tolist(), strict=True)
+    return [Unit(space, space.tree.pages.key_bytes(slot), masks[group], recency, size) for slot, group, recency, size in columns]
+
+
+def free_dram(unit: Unit) -> int:
+    """Free the DRAM copies of a unit's blobs that are on SSD and not in use. Returns the bytes freed."""
+    space = unit.space
+    slot = space.tree.pages.find_key(unit.key)
+    if slot < 0:
+        return 0
+    freed = 0
+    for row in space.rows_of(slot, unit.components):
+        if space.blobs.on_ssd[row] and not space.blobs.pins[row]:
+            freed += space.clear_slot(row)
+    space.stats.evicted_dram_pages += freed > 0 and unit.required
+    return freed
+
+
+def drop(unit: Unit) -> None:
+    """Give a unit up in all tiers, unless its page is leased or gone."""
+    space = unit.space
+    slot = space.tree.pages.find_key(unit.key)
+    if slot < 0 or space.tree.pages.leases[slot]:
+        return
+    if unit.required:
+        space.remove_page(slot)
+    else:
+        space.stats.dropped_parts += 1
+        space.drop_components(slot, unit.components)
+
+
+def evict_ssd(space: Space, wanted: int, now: float, footprint: Callable[[int], int]) -> int:
+    """Give up the coldest durable units of a namespace until `wanted` bytes on SSD will be free. Returns the bytes.
+
+    Pages that are leased, retained or wanted stay. `footprint` says what a stored form takes up on SSD.
+    """
+    tree = space.tree
+    slots = tree.live_slots()
+    slots = slots[(tree.pages.flags[slots] & (DURABLE | WANTED)) == DURABLE]
+    slots = slots[(tree.pages.leases[slots] == 0) & (tree.pages.retain[slots] <= now)]
+    owner, part = tree.parts.of(tree.pages.part[slots])
+    named = tree.parts.durable[part]
+    units = _units(space, slots, owner[named], part[named], space.blobs.stored_of(tree.parts.blob[part[named]]))
+    # Usually a few do; but pages that share their blobs free nothing until the last of them goes.
+    likely = min(64 + 4 * wanted // max(1, footprint(space.spec.page_bytes)), len(units.slot))
+    freed = 0
+    for count in (likely, len(units.slot)) if space.blobs.count < tree.parts.slots.used else (likely,):
+        for unit in _listed(space, units.coldest(count)):
+            if freed >= wanted:
+                return freed
+            freed += _give_up_on_ssd(unit, footprint)
+    return freed
+
+
+def _give_up_on_ssd(unit: Unit, footprint: Callable[[int], int]) -> int:
+    space = unit.space
+    slot = space.tree.pages.find_key(unit.key)
+    if slot < 0 or not space.tree.pages.flags[slot] & DURABLE:
+        return 0
+    blobs, outdated = space.trash_marks()
+    if unit.required:
+        space.forget_durable(slot)
+    else:
+        space.stats.dropped_parts += 1
+        space.drop_components(slot, unit.components)
+    return space.freed_on_ssd(blobs, outdated, footprint)

@@ -1,0 +1,104 @@
+"""Consecutive pages of which only some parts are here, and how what several shards bring is put together. Pure."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.digests import KEY_BYTES
+from kvstore.kvspec import KVSpec, PartRange
+from kvstore.radix.components import Masks
+from kvstore.radix.pages import Slots
+from kvstore.radix.tree import Extras
+
+
+@dataclass(slots=True)
+class Pending:
+    """Pages [first, end) of a prefix, and those of their parts that are here: `rows` is (pages, parts), -1 for none.
+
+    `parent` is the key of the page before the first; `labels` are the pages' token bytes, `extras` their extra digests by
+    page of the prefix.
+    """
+
+    first: int
+    parent: bytes
+    keys: bytes
+    labels: bytes
+    ranges: tuple[PartRange, ...]
+    rows: Slots
+    extras: Extras = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """The page after the last."""
+        return self.first + len(self.rows)
+
+    def key(self, page: int) -> bytes:
+        """The key of a page; the one before the first is the parent."""
+        if page < self.first:
+            return self.parent
+        return self.keys[(page - self.first) * KEY_BYTES : (page - self.first + 1) * KEY_BYTES]
+
+    def holds(self, page: int, key: bytes) -> bool:
+        """Whether a page is among them."""
+        return self.first <= page < self.end and self.key(page) == key
+
+    def meets(self, other: "Pending") -> bool:
+        """Whether both speak of one chain of pages, overlapping or one right after the other."""
+        low, high = max(self.first, other.first), min(self.end, other.end)
+        if low > high:
+            return False
+        if low == high:
+            before, after = (self, other) if self.end == low else (other, self)
+            return before.key(before.end - 1) == after.parent
+        return self.key(low) == other.key(low) and self.key(high - 1) == other.key(high - 1)
+
+    def joined(self, other: "Pending") -> "tuple[Pending, list[int]]":
+        """Both in one, and the rows of `other` that are not needed, because their parts are here already."""
+        first, end = min(self.first, other.first), max(self.end, other.end)
+        front, back = (self, other) if self.first <= other.first else (other, self)
+        ranges = (*self.ranges, *(r for r in other.ranges if r not in self.ranges))
+        rows = np.full((end - first, len(ranges)), -1, np.int32)
+        rows[self.first - first : self.end - first, : len(self.ranges)] = self.rows
+        spare: list[int] = []
+        for part, part_range in enumerate(other.ranges):
+            ours = rows[other.first - first : other.end - first, ranges.index(part_range)]
+            theirs = other.rows[:, part]
+            spare += theirs[(ours >= 0) & (theirs >= 0)].tolist()
+            ours[:] = np.where(ours >= 0, ours, theirs)
+        shared = min(front.end - back.first, len(back.rows))
+        width = len(back.labels) // len(back.rows)
+        keys, labels = front.keys + back.keys[shared * KEY_BYTES :], front.labels + back.labels[shared * width :]
+        return Pending(first, front.parent, keys, labels, ranges, rows, {**other.extras, **self.extras}), spare
+
+    def masks(self, spec: KVSpec) -> Masks:
+        """Which components are whole on each page."""
+        present = self.rows >= 0
+        if present.all():
+            return np.full(len(present), whole_components(spec, self.ranges), np.uint16)
+        patterns, which = np.unique(present, axis=0, return_inverse=True)
+        found = [whole_components(spec, tuple(r for r, here in zip(self.ranges, p, strict=True) if here)) for p in patterns]
+        return np.array(found, np.uint16)[which.reshape(-1)]
+
+
+@lru_cache(maxsize=4096)
+def whole_components(spec: KVSpec, ranges: tuple[PartRange, ...]) -> int:
+    """The mask of the components of which these parts hold all layers and heads."""
+    found = 0
+    for index, component in enumerate(spec.components):
+        seen: npt.NDArray[np.bool_] = np.zeros((component.layers, component.kv_heads), np.bool_)
+        for part in ranges:
+            if part.component == index:
+                seen[part.layer_lo : part.layer_hi, part.head_lo : part.head_hi] = True
+        found |= int(seen.all()) << index
+    return found
+
+
+def overlap(one: PartRange, other: PartRange) -> bool:
+    """Whether two part ranges have something in common."""
+    return (
+        one.component == other.component
+        and max(one.layer_lo, other.layer_lo) < min(one.layer_hi, other.layer_hi)
+        and max(one.head_lo, other.head_lo) < min(one.head_hi, other.head_hi)
+    )

@@ -1,0 +1,314 @@
+"""All puts under way: how they begin, commit, wait for other shards, and end."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.digests import DIGEST_BYTES, NO_EXTRA, page_key
+from kvstore.errors import BadRequest, Busy, KVStoreError, MissingParent, NoSpace, NotFound, UnknownNamespace
+from kvstore.radix.tree import EMPTY_PATH, Path
+from kvstore.store.assembly import MAX_PENDING_PAGES, Assemblies, Assembly
+from kvstore.store.pending import overlap, whole_components
+from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_parts
+from kvstore.store.residency import Residency
+from kvstore.store.space import Space
+from kvstore.store.stats import Stats
+from kvstore.store.writeback import Writeback
+from kvstore.tiers.dram import Arena
+
+MAX_PUT_PAGES = 4096
+MAX_OPEN_PUTS = 1024
+"""Each holds the tokens of its pages, so their number is bounded."""
+_YIELD_EVERY = 256
+
+
+class Puts:
+    """See the module's text. `idle_s`: seconds without a slice, or without another shard, after which a put is given up."""
+
+    def __init__(
+        self, arena: Arena, residency: Residency, writeback: Writeback, stats: Stats, use: Callable[[Space, Path], None], idle_s: float,
+        footprint: Callable[[int], int], ssd_bytes: int,
+    ) -> None:  # fmt: skip
+        self.assemblies = Assemblies()
+        self._arena = arena
+        self._residency = residency
+        self._writeback = writeback
+        self._stats = stats
+        self._use = use
+        self._idle_s = idle_s
+        self._footprint = footprint
+        self._ssd_bytes = ssd_bytes
+        self._open: dict[int, Put] = {}
+        self._went_on = asyncio.Event()
+        self._opened = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def of_space(self, space: Space) -> list[Put]:
+        """The puts to a namespace."""
+        return [put for put in self._open.values() if put.space is space]
+
+    def of_put_id(self, space: Space, put_id: bytes) -> list[Put]:
+        """The puts of one computation."""
+        return [put for put in self._open.values() if put.space is space and put.request.put_id == put_id]
+
+    # --- beginning -----------------------------------------------------------------------------------------------------
+
+    async def begin(self, owner: int, space: Space, request: PutRequest, base: Path = EMPTY_PATH) -> Put:
+        """Start a put: check it, find out which of its parts are missing, and take DRAM slots for them.
+
+        Raises MissingParent, Busy or NoSpace; then nothing is held.
+        """
+        if len(self._open) >= MAX_OPEN_PUTS:
+            self._stats.puts_busy += 1
+            raise Busy(f"{MAX_OPEN_PUTS} puts are under way", retry_after_ms=100)
+        if len(request.tokens) % space.tree.pages.token_bytes:
+            raise BadRequest(f"a put covers whole pages of {space.spec.page_tokens} tokens, not {len(request.tokens) / 4:g} tokens")
+        check_parts(space.spec, request, base.pages + len(request.tokens) // space.tree.pages.token_bytes)
+        put = Put(secrets.randbits(63), owner, space, request, self._arena, base.pages)
+        self._check(put)
+        path = space.tree.match(request.tokens, request.extras, base)
+        path = space.tree.open_path(path, request.tokens, request.extras, base.pages)
+        put.hold(space.tree.pin(path) if path.pages else None, min(path.pages, put.total_pages))
+        self._open[put.handle] = put
+        try:
+            slots = space.tree.path_slots(path)
+            await self._name_pages(put, path, slots)
+            self._check_parent(put, path)
+            wanted = self._wanted(put, space.tree.pages.components[self._slots_now(put)])
+            self._check_size(put, wanted)
+            put.want(wanted)
+            sizes = put.stored_sizes
+            for page, part in put.wanted_cells():
+                put.add_slot(page, part, await self._residency.allocate(space, sizes[part]))
+            if space.dropped:
+                raise UnknownNamespace(f"namespace {space.settings.name!r} was dropped")
+        except BaseException as error:
+            self._stats.puts_busy += isinstance(error, Busy)
+            self._stats.puts_no_space += isinstance(error, NoSpace)
+            self.abort(put)
+            raise
+        self._opened.set()
+        self._opened = asyncio.Event()
+        return put
+
+    def _check(self, put: Put) -> None:
+        request, space = put.request, put.space
+        pages = put.total_pages - request.first_page
+        if len(request.put_id) != DIGEST_BYTES:
+            raise BadRequest(f"the put id is {len(request.put_id)} bytes, not {DIGEST_BYTES}")
+        if not 0 < pages <= MAX_PUT_PAGES or request.first_page < put.base_pages:
+            raise BadRequest(f"a put of the pages [{request.first_page}, {put.total_pages}): give 1 to {MAX_PUT_PAGES} after the base")
+        others = [r for other in self.of_put_id(space, request.put_id) for r in other.request.ranges]
+        others += [r for pending in self.assemblies.pending_of(space, request.put_id) for r in pending.ranges]
+        for part in request.ranges:
+            for other in others:
+                if part != other and overlap(part, other):
+                    raise BadRequest(f"{part} overlaps with {other}, which another shard brings under this put id")
+        alone = whole_components(space.spec, request.ranges) & space.tree.rules.required == space.tree.rules.required
+        if not alone and self.assemblies.pages + pages > MAX_PENDING_PAGES:
+            raise Busy(f"{self.assemblies.pages} pages wait for other shards", retry_after_ms=1000)
+
+    async def _name_pages(self, put: Put, path: Path, slots: npt.NDArray[np.int32]) -> None:
+        """Compute the keys of the put's pages, and of those before them that are not in the tree."""
+        tree, tokens, base = put.space.tree, put.request.tokens, put.base_pages
+        width = tree.pages.token_bytes
+        known = slots[put.first_page : put.total_pages]
+        keys = [tree.pages.key[known].tobytes()]
+        above = slots[: put.first_page]
+        parent = tree.pages.key_bytes(int(above[-1])) if len(above) else tree.root_key
+        key = tree.key_at(path)
+        for page in range(path.pages, put.total_pages):
+            extra = put.request.extras.get(page - base, NO_EXTRA)
+            key = page_key(key, tokens[(page - base) * width : (page - base + 1) * width] + extra)
+            if page < put.first_page:
+                parent = key
+            else:
+                keys.append(key)
+            if page % _YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+        put.parent, put.keys = parent, b"".join(keys)
+
+    def _check_parent(self, put: Put, path: Path) -> None:
+        """The page before the put is in the tree, or another shard of the same computation is bringing it."""
+        first = put.first_page
+        if path.pages >= first:
+            return
+        others = [p for p in self.of_put_id(put.space, put.request.put_id) if p is not put and p.keys]
+        coming = any(p.first_page < first <= p.total_pages and p.key(first - 1) == put.parent for p in others)
+        pending = self.assemblies.pending_of(put.space, put.request.put_id)
+        if not coming and not any(p.holds(first - 1, put.parent) for p in pending):
+            raise MissingParent(f"the put starts at page {first}, but the store has {path.pages} pages of its prefix")
+
+    def _slots_now(self, put: Put) -> npt.NDArray[np.int32]:
+        """The slots of those pages of the put that are in the tree."""
+        slots = []
+        for page in range(put.first_page, put.total_pages):
+            slot = put.space.tree.pages.find_key(put.key(page))
+            if slot < 0:
+                break
+            slots.append(slot)
+        return np.array(slots, np.int32)
+
+    def _wanted(self, put: Put, existing: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
+        """Which parts are to be sent: those that no page has, and that did not come with an earlier try of this shard."""
+        ranges, required = put.request.ranges, put.space.tree.rules.required
+        wanted = put.in_spans()
+        bits = np.array([1 << r.component for r in ranges], np.uint16)
+        has = (existing[:, np.newaxis] & bits) != 0
+        wanted[: len(existing)] &= ~has & ((bits & required) == 0)
+        return wanted & ~self.assemblies.present(put.space, put.request.put_id, put.first_page, put.keys, ranges)
+
+    def _check_size(self, put: Put, wanted: npt.NDArray[np.bool_]) -> None:
+        """A put that can never fit is refused at once."""
+        cells = wanted.sum(axis=0).tolist()
+        needed = sum(n * Arena.slot_class("", size).slot_bytes for n, size in zip(cells, put.stored_sizes, strict=True))
+        if needed > self._arena.capacity:
+            raise NoSpace(
+                f"a put of {needed} bytes does not fit into a DRAM tier of {self._arena.capacity}: "
+                "put fewer pages at once, or give the daemon a larger --dram"
+            )
+        on_disk = sum(n * self._footprint(size) for n, size in zip(cells, put.stored_sizes, strict=True))
+        if put.request.ack is Ack.DURABLE and on_disk > self._ssd_bytes:
+            raise NoSpace(f"a durable put of {on_disk} bytes does not fit into an SSD tier of {self._ssd_bytes}")
+
+    # --- ending --------------------------------------------------------------------------------------------------------
+
+    def get(self, owner: int, handle: int) -> Put:
+        """An owner's own put under way; NotFound otherwise."""
+        put = self._open.get(handle)
+        if put is None or put.owner != owner:
+            raise NotFound(f"put {handle} does not exist: it was committed, aborted, or timed out")
+        put.last_used = time.monotonic()
+        return put
+
+    async def commit(self, put: Put, wait_s: float = 0.0) -> PutResult:
+        """Make the put's pages visible, as far as other shards do not lack; wait for those up to `wait_s`.
+
+        A put that asks for it is acknowledged when its pages are durable. If NoSpace comes from that step, they can be read
+        but are not promised to stay.
+        """
+        result = self._commit(put)
+        space = put.space
+        if result.pending_pages and wait_s > 0:
+            await self._whole(put, wait_s)
+            pending = put.total_pages - put.first_page - len(self._slots_now(put))
+            result = PutResult(result.new_pages + result.pending_pages - pending, result.existing_pages, pending)
+        if put.request.ack is Ack.DURABLE and not result.pending_pages:
+            await self._promise(space, put.key(put.total_pages - 1))
+        return result
+
+    def _commit(self, put: Put) -> PutResult:
+        space, stats = put.space, self._stats
+        try:
+            put.check_complete()
+            existed = len(self._slots_now(put))
+            pending = put.hand_over()
+            expires = time.monotonic() + self._idle_s
+            durable = put.request.ack is Ack.DURABLE
+            self.assemblies.deposit(space, put.request.put_id, pending, owner=put.owner, expires=expires, durable=durable)
+            went_on = self._advance(put)
+            exist = self._slots_now(put)
+        except BaseException:
+            self.abort(put)
+            raise
+        if len(exist):
+            self._use(space, space.tree.path_to(int(exist[-1])))
+        put.close(committed=True)
+        self._open.pop(put.handle, None)
+        total = put.total_pages - put.first_page
+        stats.puts += 1
+        stats.put_pages += len(exist) - existed
+        stats.put_exists_pages += existed
+        stats.put_bytes += put.payload_bytes
+        for assembly, key in went_on:
+            if assembly.durable and not (durable and assembly.put_id == put.request.put_id):
+                self._promise_later(space, key)
+        return PutResult(len(exist) - existed, existed, total - len(exist))
+
+    def _advance(self, put: Put) -> list[tuple[Assembly, bytes]]:
+        try:
+            went_on = self.assemblies.advance(put.space)
+        except KVStoreError:
+            for assembly in self.assemblies.of_space(put.space):
+                if assembly.put_id == put.request.put_id:
+                    self.assemblies.drop(assembly)
+            raise
+        if went_on:
+            self._went_on.set()
+            self._went_on = asyncio.Event()
+        return went_on
+
+    async def _whole(self, put: Put, wait_s: float) -> None:
+        """Wait until all pages of a put are in the tree, or the time is over."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while len(self._slots_now(put)) < put.total_pages - put.first_page and not put.space.dropped:
+                    await self._went_on.wait()
+        except TimeoutError:
+            pass  # the result says what is still pending
+
+    def _retain(self, space: Space, key: bytes) -> bool:
+        slot = space.tree.pages.find_key(key)
+        if slot < 0:
+            return False
+        if space.settings.retention_s:  # whole seconds, rounded so that it is never short of what was promised
+            slots = space.tree.path_slots(space.tree.path_to(slot))
+            retain = space.tree.pages.retain
+            retain[slots] = np.maximum(retain[slots], int(time.time()) + 2 + space.settings.retention_s)
+        return True
+
+    async def _promise(self, space: Space, key: bytes) -> None:
+        """Make a page durable and retained, with all before it."""
+        if not self._retain(space, key) or not await self._writeback.make_durable(space, [key], rewrite=True):
+            raise NotFound("the pages were removed before they became durable: put them again")
+
+    def _promise_later(self, space: Space, key: bytes) -> None:
+        """What an earlier shard asked for becomes true in the background: it is not there to wait."""
+        if self._retain(space, key):
+            self._writeback.queue(space, key, rewrite=True)
+
+    def abort(self, put: Put) -> None:
+        """End a put that was not committed. Nothing of it is left."""
+        if self._open.pop(put.handle, None) is not None:
+            self._stats.puts_aborted += 1
+        put.close()
+
+    def sweep(self, now: float) -> None:
+        """Give up puts that receive nothing any more, and pages whose other shards do not come."""
+        for put in list(self._open.values()):
+            if put.last_used + self._idle_s < now:
+                self.abort(put)
+        for assembly in self.assemblies.expired(now):
+            self.assemblies.drop(assembly)
+
+    def release_owner(self, owner: int) -> None:
+        """A client is gone: its puts leave nothing."""
+        for put in [p for p in self._open.values() if p.owner == owner]:
+            self.abort(put)
+        self.assemblies.release_owner(owner)
+
+    def end_space(self, space: Space) -> None:
+        """A namespace is dropped."""
+        for put in self.of_space(space):
+            self.abort(put)
+        for assembly in self.assemblies.of_space(space):
+            self.assemblies.drop(assembly)
+
+    def close(self) -> None:
+        """The daemon stops: everything under way ends."""
+        for put in list(self._open.values()):
+            self.abort(put)
+        for assembly in self.assemblies.expired(float("inf")):
+            self.assemblies.drop(assembly)
+
+    # --- looking on ----------------------------------------------------------------------------------------------------
+
+    async def opened(self) -> None:
+        """Wait until another put has begun."""
+        await self._opened.wait()
