@@ -1,0 +1,390 @@
+"""Hybrid components put by several shards and computations, in process, on a real disk, against a simple model.
+
+After each step every invariant is recomputed. What is read is a random sub-range of layers and heads, put together from the
+parts as a client would, and compared byte for byte with what some computation brought.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Coroutine
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstore.digests import slice_digest
+from kvstore.errors import BadRequest, Busy, MissingParent, NoSpace
+from kvstore.kvspec import Component, KVSpec, PartRange
+from kvstore.store import Ack, Match, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
+from kvstore.store.check import check
+from kvstore.tiers.watermarks import Watermarks
+from kvstore_client.plan import page_items
+
+T = TypeVar("T")
+
+PAGE_TOKENS = 4
+RANKS = 2
+SPEC = KVSpec(
+    PAGE_TOKENS,
+    (Component("full", 4, 2, 32), Component("window", 2, 2, 32, window=8), Component("state", 2, 2, 64, planes=1)),
+    max_slice_bytes=4096,
+)
+
+Prefix = tuple[int, ...]
+
+
+def parts_of(rank: int | None) -> tuple[PartRange, ...]:
+    """One rank's heads of every component, cut once more by layers for `full`; all of everything for None."""
+    heads = (0, 2) if rank is None else (rank, rank + 1)
+    return (PartRange(0, 0, 3, *heads), PartRange(0, 3, 4, *heads), PartRange(1, 0, 2, *heads), PartRange(2, 0, 2, *heads))
+
+
+def payload(prefix: Prefix, version: bytes, component: int) -> npt.NDArray[np.uint8]:
+    """(layer, plane, head, bytes): what a computation gives for one component of the last page of a prefix."""
+    c = SPEC.components[component]
+    seed = blake2b(version + repr((prefix, component)).encode(), digest_size=8).digest()
+    shape = (c.layers, c.planes, c.kv_heads, SPEC.layer_bytes(PartRange(component, 0, 1, 0, 1)) // c.planes)
+    return np.random.default_rng(int.from_bytes(seed, "little")).integers(0, 256, shape, dtype=np.uint8)
+
+
+def cut(whole: npt.NDArray[np.uint8], part: PartRange) -> bytes:
+    return whole[part.layer_lo : part.layer_hi, :, part.head_lo : part.head_hi].tobytes()
+
+
+def tokens_of(prefix: Prefix) -> bytes:
+    return np.array(prefix, np.uint32).repeat(PAGE_TOKENS).tobytes()
+
+
+def spans_of(total: int, first: int, window_pages: int, with_state: bool) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+    """Which of the four parts are put, and on which pages: window on the last few, state on the last."""
+    which, spans = [0, 1], [(first, total), (first, total)]
+    if window_pages:
+        which, spans = [*which, 2], [*spans, (max(total - window_pages, first), total)]
+    if with_state:
+        which, spans = [*which, 3], [*spans, (total - 1, total)]
+    return which, tuple(spans)
+
+
+async def put_shard(
+    store: Store, space: Space, prefix: Prefix, version: bytes, rank: int | None, *, owner: int = 1, window_pages: int = 2,
+    with_state: bool = True, first: int = 0, ack: Ack = Ack.MEMORY, base: int = 0, skip: int = 0,
+) -> PutResult:  # fmt: skip
+    which, spans = spans_of(len(prefix), first, window_pages, with_state)
+    ranges = tuple(parts_of(rank)[i] for i in which)
+    request = PutRequest(version, tokens_of(prefix[skip:]), {}, first, ranges, ack, spans)
+    under_way = await store.begin_put(owner, space, request, base)
+    for page, part in under_way.wanted_cells():
+        data = cut(payload(prefix[: page + 1], version, ranges[part].component), ranges[part])
+        sizes = SPEC.slice_layout(ranges[part]).sizes
+        view, _ = under_way.locate(page, part, 0, len(data), len(sizes))
+        view[:] = data
+        offsets = SPEC.slice_layout(ranges[part]).offsets
+        digests = [slice_digest(data[at : at + size]) for at, size in zip(offsets, sizes, strict=False)]
+        under_way.received(page, part, 0, digests, b"".join(digests))
+    return await store.commit_put(under_way)
+
+
+async def fetch_page(store: Store, space: Space, match: Match, page: int, wanted: PartRange) -> bytes:
+    """A range of one page, put together from the stored parts."""
+    assert match.parts is not None
+    at = 0
+    for run in match.parts.runs:
+        for here in range(run.first_page, run.first_page + run.pages):
+            if here == page:
+                ids = [match.parts.ids[(at + i) * 16 : (at + i + 1) * 16] for i in range(len(run.ranges))]
+                out = np.zeros(SPEC.part_bytes(wanted), np.uint8)
+                for item in page_items(SPEC, run.ranges, ids, wanted, 0):
+                    held = await store.hold(space, store.find_blob(space, item.blob))
+                    for segment in range(item.run.count):
+                        source = item.run.offset + segment * item.run.stride
+                        target = item.target + segment * item.target_stride
+                        out[target : target + item.run.length] = np.frombuffer(held.view, np.uint8)[source : source + item.run.length]
+                    held.release()
+                return out.tobytes()
+            at += len(run.ranges)
+    raise AssertionError(f"page {page} is not in the part table")
+
+
+def config(data_dir: Path, **changes: Any) -> StoreConfig:
+    defaults: dict[str, Any] = {
+        "dram_bytes": 400_000, "ssd_bytes": 600_000, "max_pages": 20_000, "segment_bytes": 30_000, "extent_bytes": 4080,
+        "put_wait_s": 0.2, "journal_bytes": 64 << 20, "watermarks": Watermarks(0.8, 0.6), "max_ghosts": 20,
+    }  # fmt: skip
+    return StoreConfig(data_dir=data_dir, **{**defaults, **changes})
+
+
+SETTINGS = NamespaceSettings(tenant="default", name="ns", fingerprint="model", spec=SPEC)
+
+prefixes = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
+versions = st.sampled_from([b"a" * 16, b"b" * 16, b"c" * 16])
+ranks = st.sampled_from([0, 1, 1, 0, None])
+
+
+class ShardMachine(RuleBasedStateMachine):
+    """The model: what each rank of each computation ever put, and the boundaries that were acknowledged as durable."""
+
+    @initialize(recipes=st.booleans())
+    def start(self, recipes: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
+        self.generation = 0
+        self.loop = asyncio.new_event_loop()
+        self.loop.slow_callback_duration = 60
+        self.brought: dict[tuple[Prefix, bytes, int], set[int]] = {}
+        self.durable: set[Prefix] = set()
+        self.leases: list[int] = []
+        self.open()
+        settings_ = NamespaceSettings(tenant="default", name="ns", fingerprint="model", spec=SPEC, recipes=recipes)
+        self.run(self.store.create_namespace(settings_))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+
+    @property
+    def data_dir(self) -> Path:
+        return self.folder / str(self.generation)
+
+    def open(self) -> None:
+        self.store = self.run(Store(config(self.data_dir)).__aenter__())
+        self.leases = []
+
+    @property
+    def space(self) -> Space:
+        return self.store.space("default", "ns")
+
+    @rule(
+        prefix=prefixes, version=versions, rank=ranks, durable=st.sampled_from([False, False, True]),
+        window_pages=st.sampled_from([0, 1, 2, 2, 6]), with_state=st.booleans(), first=st.sampled_from([0, 0, 0, 1, 3]),
+    )  # fmt: skip
+    def put(self, prefix: Prefix, version: bytes, rank: int | None, durable: bool, window_pages: int, with_state: bool, first: int) -> None:
+        first = min(first, len(prefix) - 1)
+        window_pages = min(window_pages, len(prefix))
+        which, spans = spans_of(len(prefix), first, window_pages, with_state)
+        for component, span in zip([parts_of(rank)[i].component for i in which], spans, strict=True):
+            for page in range(*span):
+                known = self.brought.setdefault((prefix[: page + 1], version, component), set())
+                known |= {0, 1} if rank is None else {rank}
+        try:
+            result = self.run(
+                put_shard(
+                    self.store, self.space, prefix, version, rank, owner=7 + (rank or 0), window_pages=window_pages,
+                    with_state=with_state, first=first, ack=Ack.DURABLE if durable else Ack.MEMORY,
+                )
+            )  # fmt: skip
+        except (Busy, NoSpace, MissingParent):
+            return
+        except BadRequest:
+            return  # it overlaps with what another shard of the same put id brings
+        assert result.new_pages + result.existing_pages + result.pending_pages == len(prefix) - first
+        if durable and not result.pending_pages and self.match(prefix).pages == len(prefix):
+            self.durable.add(prefix)
+
+    def match(self, prefix: Prefix, **changes: Any) -> Match:
+        return self.store.match(self.space, tokens_of(prefix), {}, owner=1, parts=True, boundaries=True, **changes)
+
+    @rule(prefix=prefixes, layers=st.tuples(st.integers(0, 3), st.integers(1, 4)), heads=st.sampled_from([(0, 1), (1, 2), (0, 2)]))
+    def read(self, prefix: Prefix, layers: tuple[int, int], heads: tuple[int, int]) -> None:
+        self.run(self.read_checked(prefix, layers, heads))
+
+    async def read_checked(self, prefix: Prefix, layers: tuple[int, int], heads: tuple[int, int]) -> None:
+        match = self.match(prefix, lease_s=60)
+        assert match.pages == match.boundaries[-1] <= match.known_pages
+        promised = max((len(p) for p in self.durable if prefix[: len(p)] == p), default=0)
+        assert match.pages >= promised, f"{promised} pages of {prefix} are durable, {match.pages} were found"
+        for component in range(3):
+            pages = SPEC.boundary_pages(component) or match.pages
+            for page in range(max(match.pages - pages, 0), match.pages):
+                low = min(layers[0], SPEC.components[component].layers - 1)
+                wanted = PartRange(component, low, max(low + 1, min(layers[1], SPEC.components[component].layers)), *heads)
+                got = await fetch_page(self.store, self.space, match, page, wanted)
+                here = prefix[: page + 1]
+                whole = [v for (p, v, c), brought in self.brought.items() if p == here and c == component and len(brought) == RANKS]
+                assert got in [cut(payload(here, v, component), wanted) for v in whole], "bytes that no whole computation brought"
+        if match.lease is not None:
+            self.store.release_lease(1, match.lease.id)
+
+    @rule(prefix=prefixes)
+    def lease(self, prefix: Prefix) -> None:
+        match = self.match(prefix, lease_s=60)
+        if match.lease is not None:
+            self.leases.append(match.lease.id)
+
+    @rule()
+    def release(self) -> None:
+        if self.leases:
+            self.store.release_lease(1, self.leases.pop())
+
+    @rule(prefix=prefixes, version=versions, more=st.integers(0, 1))
+    def go_on_from_a_lease(self, prefix: Prefix, version: bytes, more: int) -> None:
+        match = self.match(prefix, lease_s=60)
+        if match.lease is None:
+            return
+        longer = (*prefix[: match.pages], more)
+        for component in range(3):
+            self.brought.setdefault((longer, version, component), set()).update({0, 1})
+        try:
+            result = self.run(
+                put_shard(
+                    self.store, self.space, longer, version, None, first=match.pages, base=match.lease.id, skip=match.pages, window_pages=1
+                )
+            )
+            assert not result.pending_pages
+            again = self.store.match(self.space, tokens_of((more,)), {}, owner=1, base=match.lease.id)
+            assert again.known_pages == match.pages + 1
+        except (Busy, NoSpace, BadRequest):
+            pass  # no room, or it overlaps with what another shard of the same put id brings
+        self.store.release_lease(1, match.lease.id)
+
+    @rule(rank=st.integers(0, 1))
+    def a_rank_dies(self, rank: int) -> None:
+        self.store.release_owner(7 + rank)
+
+    @rule()
+    def shards_do_not_come(self) -> None:
+        self.store._puts.sweep(float("inf"))
+        assert self.store.pending_pages == 0
+
+    @rule()
+    def restart(self) -> None:
+        self.run(self.store.__aexit__(None, None, None))
+        self.open()
+
+    @rule()
+    def kill(self) -> None:
+        """What is on disk now, with nothing flushed, is all that the next daemon gets."""
+        old, copy = self.store, self.folder / str(self.generation + 1)
+        shutil.copytree(self.data_dir, copy)
+        self.run(old.__aexit__(None, None, None))
+        self.generation += 1
+        self.open()
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "store"):
+            self.run(self.store.settle())
+            check(self.store)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            for lease in self.leases:
+                self.store.release_lease(1, lease)
+            for prefix in sorted(self.durable):
+                self.run(self.read_checked(prefix, (0, 4), (0, 2)))
+            self.run(self.store.__aexit__(None, None, None))
+            self.loop.close()
+            shutil.rmtree(self.folder)
+
+
+TestShards = ShardMachine.TestCase
+TestShards.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+async def test_one_missing_rank_is_never_a_hit(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        assert await put_shard(store, space, (1, 2), b"a" * 16, 0) == PutResult(0, 0, 2)
+        assert store.match(space, tokens_of((1, 2)), {}).known_pages == 0
+        assert await put_shard(store, space, (1, 2), b"b" * 16, 1) == PutResult(0, 0, 2), "shards of two computations were mixed"
+        assert store.match(space, tokens_of((1, 2)), {}).known_pages == 0
+        assert await put_shard(store, space, (1, 2), b"a" * 16, 1) == PutResult(2, 0, 0)
+        assert store.match(space, tokens_of((1, 2)), {}).pages == 2
+        check(store)
+        assert await put_shard(store, space, (1, 2), b"b" * 16, 0) == PutResult(0, 2, 0)
+        store._puts.sweep(float("inf"))
+        assert store.pending_pages == 0
+        check(store)
+
+
+async def test_a_later_shard_waits_for_the_pages_before_it(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        await put_shard(store, space, (1, 2), b"a" * 16, 0, with_state=False)
+        await put_shard(store, space, (1, 2, 3, 4), b"a" * 16, 0, first=2)
+        assert await put_shard(store, space, (1, 2), b"a" * 16, 1, with_state=False) == PutResult(2, 0, 0)
+        with pytest.raises(MissingParent):
+            await put_shard(store, space, (1, 2, 9, 9, 9), b"a" * 16, 1, first=4)
+        assert await put_shard(store, space, (1, 2, 3, 4), b"a" * 16, 1, first=2) == PutResult(2, 0, 0)
+        assert store.match(space, tokens_of((1, 2, 3, 4)), {}).pages == 4
+        check(store)
+
+
+async def test_a_commit_can_wait_for_the_other_shards(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        request = PutRequest(b"a" * 16, tokens_of((1,)), {}, 0, parts_of(0), Ack.DURABLE)
+        first = await store.begin_put(1, space, request)
+        await _send(first)
+        waiting = asyncio.create_task(store.commit_put(first, wait_s=10))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        assert await put_shard(store, space, (1,), b"a" * 16, 1) == PutResult(1, 0, 0)
+        assert await waiting == PutResult(1, 0, 0)
+        assert space.is_durable(int(space.tree.live_slots()[0]))
+        check(store)
+
+
+async def _send(put: Any) -> None:
+    for page, part in put.wanted_cells():
+        part_range = put.request.ranges[part]
+        data = cut(payload((1,)[: page + 1], put.request.put_id, part_range.component), part_range)
+        layout = SPEC.slice_layout(part_range)
+        view, _ = put.locate(page, part, 0, len(data), layout.count)
+        view[:] = data
+        digests = [slice_digest(data[at : at + size]) for at, size in zip(layout.offsets, layout.sizes, strict=False)]
+        put.received(page, part, 0, digests, b"".join(digests))
+
+
+async def test_the_death_of_all_ranks_ends_what_is_pending(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        await put_shard(store, space, (1, 2), b"a" * 16, 0, owner=5)
+        used = store.usage()["dram"].used
+        assert used > 0
+        store.release_owner(5)
+        assert store.usage()["dram"].used == 0
+        assert store.pending_pages == 0
+        check(store)
+
+
+async def test_a_page_gets_the_state_that_it_lacked(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        await put_shard(store, space, (1, 2), b"a" * 16, None, with_state=False, ack=Ack.DURABLE)
+        assert store.match(space, tokens_of((1, 2)), {}).pages == 0
+        assert await put_shard(store, space, (1, 2), b"b" * 16, 0) == PutResult(0, 2, 0)
+        assert store.match(space, tokens_of((1, 2)), {}).pages == 0
+        assert await put_shard(store, space, (1, 2), b"b" * 16, 1, ack=Ack.DURABLE) == PutResult(0, 2, 0)
+        assert store.match(space, tokens_of((1, 2)), {}).pages == 2
+        await store.settle()
+        check(store)
+        shutil.copytree(tmp_path / "d", tmp_path / "copy")
+    async with Store(config(tmp_path / "copy")) as store:
+        assert store.match(store.space("default", "ns"), tokens_of((1, 2)), {}).pages == 2
+        check(store)
+
+
+async def test_a_state_behind_every_boundary_in_use_goes_before_any_page(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", ssd_bytes=4080 * 20 * 6)) as store:
+        space = await store.create_namespace(SETTINGS)
+        for total in range(1, 7):
+            await put_shard(store, space, tuple(range(total)), b"a" * 16, None, window_pages=1)
+        chain = tuple(range(6))
+        before = store.match(space, tokens_of(chain), {}, boundaries=True).boundaries.tolist()
+        assert before == [0, 1, 2, 3, 4, 5, 6]
+        await store._writeback.make_durable(space, [space.tree.key_at(space.tree.match(tokens_of(chain)))])
+        store._residency.make_ssd_room(4080, 1e12)
+        store._writeback.poke()
+        await store.settle()
+        check(store)
+        after = store.match(space, tokens_of(chain), {}, boundaries=True)
+        assert after.known_pages == after.pages == 6
+        assert len(after.boundaries) < 7
+        assert await put_shard(store, space, chain, b"b" * 16, None) == PutResult(0, 6, 0)
