@@ -21,7 +21,7 @@ from kvstore.digests import page_key_chain
 from kvstore.radix.tree import NewPages, RadixTree, as_token_bytes
 from kvstore.tiers.blobs import BlobTable
 from kvstore_client import AsyncClient
-from kvstore_client.client import Namespace
+from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
 PAGE_TOKENS = 16

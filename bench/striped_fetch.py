@@ -22,7 +22,7 @@ import numpy.typing as npt
 from bench.report import Report, arguments
 from kvstore.api.wire import Component, KVSpec
 from kvstore_client import AsyncClient
-from kvstore_client.client import Match, Namespace
+from kvstore_client.namespace import Match, Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
 MIB, GIB = 1 << 20, 1 << 30

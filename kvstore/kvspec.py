@@ -73,9 +73,11 @@ class KVSpec:
     components: tuple[Component, ...]
     axis_order: str = AXIS_ORDER
     max_slice_bytes: int = MAX_SLICE_BYTES
+    group_layers: int = 0
+    """Most layers in one slice, so that a layer group can be streamed by itself; 0 for as many as fit."""
 
     def __post_init__(self) -> None:
-        for name in ("page_tokens", "max_slice_bytes"):
+        for name in ("page_tokens", "max_slice_bytes", "group_layers"):
             _require(type(getattr(self, name)) is int, f"{name} is {getattr(self, name)!r}, not a whole number")
         _require(1 <= self.page_tokens <= MAX_PAGE_TOKENS, f"page_tokens is {self.page_tokens}, not 1 to {MAX_PAGE_TOKENS}")
         _require(1 <= len(self.components) <= 16, f"{len(self.components)} components: a KV spec has 1 to 16")
@@ -84,6 +86,7 @@ class KVSpec:
             4096 <= self.max_slice_bytes <= MAX_SLICE_BYTES,
             f"max_slice_bytes is {self.max_slice_bytes}, not 4096 to {MAX_SLICE_BYTES}",
         )
+        _require(0 <= self.group_layers <= _MAX_RANGE, f"group_layers is {self.group_layers}, not 0 to {_MAX_RANGE}")
         for index in range(len(self.components)):
             size = self.part_bytes(self.whole(index))
             _require(size <= MAX_PART_BYTES, f"a page of component {index} is {size} bytes, over the limit of {MAX_PART_BYTES}")
@@ -119,7 +122,7 @@ class KVSpec:
 
     def slice_layout(self, part: PartRange) -> "SliceLayout":
         """How the part's payload is cut into slices."""
-        return _slice_layout(self.layer_bytes(part), part.layer_hi - part.layer_lo, self.max_slice_bytes)
+        return _slice_layout(self.layer_bytes(part), part.layer_hi - part.layer_lo, self.max_slice_bytes, self.group_layers)
 
     @property
     def page_bytes(self) -> int:
@@ -127,13 +130,14 @@ class KVSpec:
         return sum(self.part_bytes(self.whole(i)) for i in range(len(self.components)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON and MessagePack."""
-        return {
+        """Plain data, for JSON and MessagePack. What is left at its default of 0 is left out, so that older digests stay."""
+        data: dict[str, Any] = {
             "page_tokens": self.page_tokens,
             "components": [asdict(c) for c in self.components],
             "axis_order": self.axis_order,
             "max_slice_bytes": self.max_slice_bytes,
         }
+        return data | ({"group_layers": self.group_layers} if self.group_layers else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "KVSpec":
@@ -169,9 +173,9 @@ class SliceLayout:
 
 
 @lru_cache(maxsize=1024)
-def _slice_layout(layer_bytes: int, layers: int, max_slice: int) -> SliceLayout:
+def _slice_layout(layer_bytes: int, layers: int, max_slice: int, group_layers: int) -> SliceLayout:
     if layer_bytes <= max_slice:
-        group = max_slice // layer_bytes
+        group = min(max_slice // layer_bytes, group_layers or layers)
         sizes = [layer_bytes * min(group, layers - first) for first in range(0, layers, group)]
     else:
         pieces = [min(max_slice, layer_bytes - offset) for offset in range(0, layer_bytes, max_slice)]

@@ -22,12 +22,16 @@ from kvstore.api.wire import (
     extra_digest,
 )
 from kvstore_client.blocking import Client
-from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient, Match, Namespace, PutResult
+from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
+from kvstore_client.namespace import Match, Namespace, PutResult
+from kvstore_client.session import Session
+from kvstore_client.streams import Follower, PutStream
 
 __all__ = [
     "DEFAULT_ENDPOINT", "AsyncClient", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict",
-    "ConnectionLost", "Corrupt", "DeadlineExceeded", "KVSpec", "KVStoreError", "Match", "MissingParent", "Namespace",
-    "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "UnknownNamespace", "Unsupported", "VersionMismatch",
+    "ConnectionLost", "Corrupt", "DeadlineExceeded", "Follower", "KVSpec", "KVStoreError", "Match", "MissingParent", "Namespace",
+    "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "PutStream", "Session",
+    "UnknownNamespace", "Unsupported", "VersionMismatch",
     "extra_digest", "fingerprint_folder", "fingerprint_revision",
 ]  # fmt: skip

@@ -7,9 +7,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from kvstore.api.wire import KVSpec, PartRange
-from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient, Extras, PutResult, Tokens
-from kvstore_client.client import Match as AsyncMatch
-from kvstore_client.client import Namespace as AsyncNamespace
+from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
+from kvstore_client.namespace import Match as AsyncMatch
+from kvstore_client.namespace import Namespace as AsyncNamespace
+from kvstore_client.namespace import PutResult
+from kvstore_client.tokens import Extras, Tokens
 
 T = TypeVar("T")
 

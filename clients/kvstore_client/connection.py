@@ -124,15 +124,16 @@ class Connection:
         return unpack(reply, meta), body
 
     async def fetch(
-        self, namespace: str, stripe: Stripe, target: memoryview, arrived: Callable[[Stripe, int, list[bytes], bytes], None]
-    ) -> Fetched:
+        self, namespace: str, stripe: Stripe, target: memoryview, arrived: Callable[[Stripe, int, list[bytes], bytes], None],
+        *, provisional: bool = False,
+    ) -> Fetched:  # fmt: skip
         """Fetch a stripe straight into `target`. `arrived` is told of pieces (first index, digests, digests sent).
 
         Once this returns or raises, nothing more is written into `target`.
         """
         payload = b"".join(stripe.blobs) + pack_runs(stripe.runs)
         call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived)
-        message = FetchRequest(namespace=namespace, blobs=len(stripe.blobs))
+        message = FetchRequest(namespace=namespace, blobs=len(stripe.blobs), provisional=provisional)
         _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
         return unpack(Fetched, meta)
 

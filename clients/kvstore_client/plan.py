@@ -1,6 +1,6 @@
 """What to ask for and where it goes: pages and part ranges become strided runs, and runs become stripes. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvstore.api.wire import DIGEST_BYTES, BadRequest, Corrupt, KVSpec, PartRange, Piece, Run, SliceLayout, blob_id, cut
@@ -19,6 +19,8 @@ class Item:
     run: Run
     target: int
     target_stride: int
+    group: int = 0
+    """Which layer group it belongs to: the caller is told when all of a group is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Stripe:
     runs: list[Run] = field(default_factory=list)
     pieces: list[StripePiece] = field(default_factory=list)
     nbytes: int = 0
+    counted: int = 0
+    """Pieces that have arrived; after a lost connection they come again, and are not counted twice."""
 
 
 def sub_range(spec: KVSpec, stored: PartRange, wanted: PartRange) -> tuple[Run, int, int] | None:
@@ -65,7 +69,20 @@ def sub_range(spec: KVSpec, stored: PartRange, wanted: PartRange) -> tuple[Run, 
     return Run(0, source, length, source_row, rows), target, target_row
 
 
-def page_items(spec: KVSpec, stored: tuple[PartRange, ...], blobs: list[bytes], wanted: PartRange, target: int) -> Iterator[Item]:
+def layer_groups(wanted: PartRange, layers: int) -> list[PartRange]:
+    """A range cut into groups of so many layers; whole for 0."""
+    if layers < 0:
+        raise BadRequest(f"groups of {layers} layers")
+    step = layers or wanted.layer_hi - wanted.layer_lo
+    return [
+        PartRange(wanted.component, low, min(low + step, wanted.layer_hi), wanted.head_lo, wanted.head_hi)
+        for low in range(wanted.layer_lo, wanted.layer_hi, step)
+    ]
+
+
+def page_items(
+    spec: KVSpec, stored: tuple[PartRange, ...], blobs: list[bytes], wanted: PartRange, target: int, group: int = 0
+) -> Iterator[Item]:
     """The items that fill one page's wanted part at `target`. Raises BadRequest if the stored parts do not cover it."""
     covered = 0
     for part, blob in zip(stored, blobs, strict=True):
@@ -73,36 +90,64 @@ def page_items(spec: KVSpec, stored: tuple[PartRange, ...], blobs: list[bytes], 
         if found is not None:
             run, offset, stride = found
             covered += run.length * run.count
-            yield Item(blob, spec.slice_layout(part), run, target + offset, stride)
+            yield Item(blob, spec.slice_layout(part), run, target + offset, stride, group)
     if covered != spec.part_bytes(wanted):
         raise BadRequest(f"the stored parts hold {covered} of the {spec.part_bytes(wanted)} bytes of {wanted}")
 
 
 class FetchPlan:
-    """Items cut into stripes, and the check that what arrived is what was named."""
+    """Items cut into stripes, and the check that what arrived is what was named.
 
-    def __init__(self, items: list[Item], connections: int) -> None:
+    `on_group` is told the number of each layer group once all of it is there, `progress` the bytes so far and in all. The
+    blobs of a `provisional` plan are parts of puts under way, which have no id yet.
+    """
+
+    def __init__(
+        self, items: list[Item], connections: int, *, on_group: Callable[[int], None] | None = None,
+        progress: Callable[[int, int], None] | None = None, provisional: bool = False,
+    ) -> None:  # fmt: skip
         self.items = items
+        self.provisional = provisional
         self.nbytes = sum(i.run.length * i.run.count for i in items)
-        self._tables = [bytearray(DIGEST_BYTES * i.layout.count) for i in items]
-        self._seen: list[set[int]] = [set() for _ in items]
+        self._arrived = 0
+        self._on_group = on_group
+        self._progress = progress
+        self._missing = [0] * (max((i.group for i in items), default=0) + 1)
+        for item in items:
+            self._missing[item.group] += item.run.length * item.run.count
+        self._tables = {i.blob: bytearray(DIGEST_BYTES * i.layout.count) for i in items}
+        self._seen: dict[bytes, set[int]] = {i.blob: set() for i in items}
         self.stripes = list(_stripes(items, _stripe_bytes(self.nbytes, connections)))
 
     def arrived(self, stripe: Stripe, first: int, digests: list[bytes], claimed: bytes) -> None:
         """Pieces of a stripe arrived with these digests. Raises Corrupt if they are not what the daemon sent."""
         for index, digest in enumerate(digests):
             piece = stripe.pieces[first + index]
+            item = self.items[piece.item]
             if digest != claimed[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
-                raise Corrupt(f"blob {self.items[piece.item].blob.hex()}, slice {piece.slice}: the bytes that arrived do not verify")
+                raise Corrupt(f"blob {item.blob.hex()}, slice {piece.slice}: the bytes that arrived do not verify")
             if piece.whole:
-                self._tables[piece.item][piece.slice * DIGEST_BYTES : (piece.slice + 1) * DIGEST_BYTES] = digest
-                self._seen[piece.item].add(piece.slice)
+                self._tables[item.blob][piece.slice * DIGEST_BYTES : (piece.slice + 1) * DIGEST_BYTES] = digest
+                self._seen[item.blob].add(piece.slice)
+        for piece in stripe.pieces[max(first, stripe.counted) : first + len(digests)]:
+            self._count(self.items[piece.item].group, piece.size)
+        stripe.counted = max(stripe.counted, first + len(digests))
+        if self._progress is not None:
+            self._progress(self._arrived, self.nbytes)
+
+    def _count(self, group: int, size: int) -> None:
+        self._arrived += size
+        self._missing[group] -= size
+        if not self._missing[group] and self._on_group is not None:
+            self._on_group(group)
 
     def verify(self) -> None:
         """All stripes are there: every blob that was fetched whole must have the id that it was asked by."""
-        for item, table, seen in zip(self.items, self._tables, self._seen, strict=True):
-            if len(seen) == item.layout.count and blob_id(table) != item.blob:
-                raise Corrupt(f"what arrived for blob {item.blob.hex()} is another blob")
+        if self.provisional:
+            return
+        for blob, layout in {i.blob: i.layout for i in self.items}.items():
+            if len(self._seen[blob]) == layout.count and blob_id(self._tables[blob]) != blob:
+                raise Corrupt(f"what arrived for blob {blob.hex()} is another blob")
 
 
 def _stripe_bytes(total: int, connections: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import BadRequest, KVSpec, PartRange
+from kvstore.api.wire import MAX_BULK_PAYLOAD, BadRequest, KVSpec, PartRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class PutLayout:
         found = [(part, (lo, hi)) for part, lo, hi in clipped if lo < hi]
         return [part for part, _ in found], [span for _, span in found]
 
-    def frames(self, wanted: list[tuple[int, int, int]], parts: list[PartRange], max_bytes: int) -> list[SliceFrame]:
+    def frames(self, wanted: list[tuple[int, int, int]], parts: list[PartRange], max_bytes: int = MAX_BULK_PAYLOAD) -> list[SliceFrame]:
         """What to send, page after page: `wanted` names (index into `parts`, first page, last page)."""
         cells = [(page, part) for part, first, last in wanted for page in range(first, last)]
         return [frame for page, part in sorted(cells) for frame in self._frames_of(page, part, parts[part], max_bytes)]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore.api.wire import KVSpec, NotFound
 from kvstore_client import AsyncClient
-from kvstore_client.client import Namespace
+from kvstore_client.namespace import Namespace
 from kvstore_workers.generator import PageGenerator, prompt_tokens
 from kvstore_workers.trace import Request
 

@@ -6,8 +6,8 @@ connection, at most `MAX_REQUESTS` at a time. The loop stops reading while there
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import TypeVar
 
 from kvstore import __version__
@@ -46,6 +46,7 @@ class Connection:
         self._broken = False
         self._fetches: set[int] = set()
         self._cancelled: set[int] = set()
+        self._interruptible: set[int] = set()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
@@ -150,12 +151,23 @@ class Connection:
             raise ProtocolError(f"a {kind.name} frame from a client")
 
     def _cancel(self, request: int) -> None:
-        """Stop a request. A fetch stops before its next frame: half a frame would spoil the connection."""
+        """Stop a request. A fetch that is sending stops before its next frame: half a frame would spoil the connection."""
         task = self._running.get(request)
-        if task is not None and request in self._fetches:
+        if task is not None and request in self._fetches and request not in self._interruptible:
             self._cancelled.add(request)
         elif task is not None:
             task.cancel()
+
+    @contextmanager
+    def interruptible(self, request: int) -> Iterator[None]:
+        """While a fetch waits for something that is not its own frame, it can be stopped at once."""
+        if request in self._cancelled:
+            raise Cancelled("the request was cancelled")
+        self._interruptible.add(request)
+        try:
+            yield
+        finally:
+            self._interruptible.discard(request)
 
     async def _slow(self, request: int, answer: Coroutine[None, None, Reply]) -> None:
         await self._send_reply(request, await answer)

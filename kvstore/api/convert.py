@@ -47,12 +47,11 @@ def part_ranges(parts: PartRangeList) -> tuple[PartRange, ...]:
     return tuple(PartRange(*part) for part in parts)
 
 
+def part_list(ranges: tuple[PartRange, ...]) -> PartRangeList:
+    """Part ranges as messages carry them."""
+    return [(r.component, r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in ranges]
+
+
 def part_runs(table: PartTable) -> list[PartRunMeta]:
     """A part table's runs as messages."""
-    return [
-        PartRunMeta(
-            first_page=run.first_page, pages=run.pages,
-            parts=[(r.component, r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in run.ranges],
-        )
-        for run in table.runs
-    ]  # fmt: skip
+    return [PartRunMeta(first_page=run.first_page, pages=run.pages, parts=part_list(run.ranges)) for run in table.runs]

@@ -5,14 +5,18 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvstore.api.convert import boundary_runs, namespace_info, part_ranges, part_runs, split_tokens
+from kvstore.api.convert import boundary_runs, namespace_info, part_list, part_ranges, part_runs, split_tokens
 from kvstore.api.sessions import Session
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import (
+    Affected,
     Commit,
     Committed,
     CreateNamespace,
     Empty,
+    Follow,
+    FollowedPut,
+    FollowedPuts,
     Leased,
     LeaseRequest,
     Matched,
@@ -20,6 +24,10 @@ from kvstore.api.wire.messages import (
     Message,
     NamespaceList,
     NamespaceName,
+    Outcome,
+    Pinned,
+    Prefetched,
+    Prefix,
     PutHandle,
     PutReady,
     PutStart,
@@ -142,6 +150,55 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
     )
 
 
+async def _prefetch(context: Context, message: Prefix, payload: bytes) -> Reply:
+    tokens, extras = split_tokens(payload, message.extra_pages)
+    found = await context.store.prefetch(_space(context, message.namespace), tokens, extras, message.first_page, message.last_page)
+    return Reply(FrameType.PREFETCHED, Prefetched(pages=found[0], blobs=found[1], nbytes=found[2]))
+
+
+def _pin(context: Context, message: Prefix, payload: bytes) -> Reply:
+    tokens, extras = split_tokens(payload, message.extra_pages)
+    pin = context.store.pin(_space(context, message.namespace), tokens, extras, message.ttl_ms / 1000)
+    return Reply(FrameType.PINNED, Pinned(namespace=message.namespace, pin=pin.id, pages=pin.pages))
+
+
+def _unpin(context: Context, message: Pinned, payload: bytes) -> Reply:
+    context.store.unpin(_space(context, message.namespace), message.pin)
+    return _OK
+
+
+def _abandon(context: Context, message: Prefix, payload: bytes) -> Reply:
+    tokens, extras = split_tokens(payload, message.extra_pages)
+    return Reply(
+        FrameType.AFFECTED, Affected(pages=context.store.abandon(_space(context, message.namespace), tokens, extras, message.first_page))
+    )
+
+
+async def _delete(context: Context, message: Prefix, payload: bytes) -> Reply:
+    tokens, extras = split_tokens(payload, message.extra_pages)
+    pages = await context.store.delete(_space(context, message.namespace), tokens, extras, message.first_page)
+    return Reply(FrameType.AFFECTED, Affected(pages=pages))
+
+
+async def _follow(context: Context, message: Follow, payload: bytes) -> Reply:
+    space, wait_s = _space(context, message.namespace), min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000
+    puts = await context.store.following.follow(context.session.owner, space, message.put_id, message.beyond, wait_s)
+    items = [
+        FollowedPut(
+            handle=put.handle, first_page=put.first_page, total_pages=put.total_pages,
+            parts=part_list(put.request.ranges), wanted=put.wanted_runs(),
+        )
+        for put in puts
+    ]  # fmt: skip
+    return Reply(FrameType.FOLLOWING, FollowedPuts(items=items))
+
+
+async def _outcome(context: Context, message: Outcome, payload: bytes) -> Reply:
+    wait_s = min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000
+    await context.store.following.outcome(context.session.owner, message.handle, wait_s)
+    return _OK
+
+
 Quick = Callable[[Context, Any, bytes], Reply]
 Slow = Callable[[Context, Any, bytes], Coroutine[None, None, Reply]]
 
@@ -153,6 +210,9 @@ QUICK: dict[FrameType, tuple[type[Message], Quick]] = {
     FrameType.LEASE_RENEW: (LeaseRequest, _renew),
     FrameType.LEASE_RELEASE: (LeaseRequest, _release),
     FrameType.ABORT: (PutHandle, _abort),
+    FrameType.PIN: (Prefix, _pin),
+    FrameType.UNPIN: (Pinned, _unpin),
+    FrameType.ABANDON: (Prefix, _abandon),
 }
 """Answered at once, in the order in which they came."""
 
@@ -161,5 +221,9 @@ SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
     FrameType.NAMESPACE_DROP: (NamespaceName, _drop_namespace),
     FrameType.PUT: (PutStart, _put),
     FrameType.COMMIT: (Commit, _commit),
+    FrameType.FOLLOW: (Follow, _follow),
+    FrameType.OUTCOME: (Outcome, _outcome),
+    FrameType.PREFETCH: (Prefix, _prefetch),
+    FrameType.DELETE: (Prefix, _delete),
 }
 """Answered by a task each, in any order."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn, Protocol
 
 from kvstore.api.sessions import Session
@@ -14,10 +15,13 @@ from kvstore.api.wire import (
     Channel,
     FrameType,
     Header,
+    Piece,
     Run,
+    SliceLayout,
     check_run,
     cut,
     unpack,
+    unpack_provisional,
     unpack_runs,
 )
 from kvstore.api.wire.messages import Fetched, FetchRequest, Message
@@ -27,6 +31,8 @@ from kvstore.store import Held, Space, Store
 
 _AHEAD = 4
 """Blobs of a fetch that are brought up from SSD while earlier ones are sent."""
+_PROVISIONAL = -1
+"""In place of a blob row: the bytes belong to a put under way."""
 
 
 class Peer(Protocol):
@@ -38,6 +44,9 @@ class Peer(Protocol):
 
     async def reply(self, request: int, frame_type: FrameType, message: Message, payload: bytes = b"") -> None:
         """Send one control frame."""
+
+    def interruptible(self, request: int) -> AbstractContextManager[None]:
+        """While a fetch waits for something that is not its own frame, it can be stopped at once."""
 
     async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
         """Send one DATA frame. Returns the digests computed on the way."""
@@ -81,38 +90,76 @@ async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: byt
     if not message.blobs > 0 or ids_end > len(payload):
         raise BadRequest(f"a fetch of {message.blobs} blobs with a payload of {len(payload)} bytes")
     runs = unpack_runs(memoryview(payload)[ids_end:])
-    rows = [store.find_blob(space, payload[i : i + DIGEST_BYTES]) for i in range(0, ids_end, DIGEST_BYTES)]
     for run in runs:
-        if run.blob >= len(rows):
-            raise BadRequest(f"a run names blob {run.blob} of {len(rows)}")
+        if run.blob >= message.blobs:
+            raise BadRequest(f"a run names blob {run.blob} of {message.blobs}")
+    names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
+    sender = _Sender(connection, request, space)
+    try:
+        if message.provisional:
+            await _send_arriving(connection, sender, names, runs)
+        else:
+            await _send_stored(connection, sender, space, names, runs)
+        await sender.flush()
+    finally:
+        sender.release()
+    store.stats.fetches += 1
+    store.stats.fetch_bytes += sender.payload_bytes
+    await connection.reply(request, FrameType.FETCHED, Fetched(pieces=sender.pieces_sent, payload_bytes=sender.payload_bytes))
+
+
+async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names: list[bytes], runs: list[Run]) -> None:
+    store = connection.store
+    rows = [store.find_blob(space, name) for name in names]
+    for run in runs:
         check_run(run, space.blobs.layout_of(rows[run.blob]))
     for row in rows:
         space.pin(row)  # before anything is awaited: a row that is let go may become another blob's
-    sender = _Sender(connection, request, space)
     ahead = _ReadAhead(connection, space, [rows[run.blob] for run in runs])
     try:
         for run in runs:
             ahead.start()
             if ahead.must_wait:
                 await sender.flush()  # nothing is held while waiting, or fetches that read around DRAM could wait for each other
-            await sender.send_run(run, await ahead.next())
+            await sender.send_run(run, await ahead.next(sender.request))
         await sender.flush()
     finally:
-        sender.release()
         try:
             await ahead.close()
         finally:
+            sender.release()
             for row in rows:
                 space.unpin(row)
-    store.stats.fetches += 1
-    store.stats.fetch_bytes += sender.payload_bytes
-    await connection.reply(request, FrameType.FETCHED, Fetched(pieces=sender.pieces_sent, payload_bytes=sender.payload_bytes))
+
+
+async def _send_arriving(connection: Peer, sender: "_Sender", names: list[bytes], runs: list[Run]) -> None:
+    """Parts of followed puts, each slice as soon as it is there."""
+    following, owner = connection.store.following, connection.session.owner
+    sources = []
+    for name in names:
+        handle, page, part = unpack_provisional(name)
+        put = following.get(owner, handle)
+        sources.append((put, page, part, put.layout_of(page, part)))
+    for run in runs:
+        check_run(run, sources[run.blob][3])
+    for run in runs:
+        put, page, part, layout = sources[run.blob]
+        for piece in cut(run, layout):
+            while (stored := put.arrived(page, part, piece.slice, piece.slice + 1)) is None:
+                if sender.waiting:
+                    await sender.flush()
+                else:
+                    with connection.interruptible(sender.request):
+                        await put.progress()
+            following.get(owner, put.handle)  # while it is followed, its bytes stay where they are
+            await sender.send_piece(piece, layout, stored)
 
 
 class _ReadAhead:
     """Holds the blobs of a fetch in order, bringing the next few up from SSD while earlier ones are sent."""
 
     def __init__(self, connection: Peer, space: Space, rows: list[int]) -> None:
+        self._connection = connection
         self._store = connection.store
         self._space = space
         self._rows = iter(rows)
@@ -130,10 +177,14 @@ class _ReadAhead:
         first = self._started[0]
         return isinstance(first, asyncio.Task) and not first.done()
 
-    async def next(self) -> Held:
+    async def next(self, request: int) -> Held:
         """The next blob, held for the caller. Call `start` before."""
         first = self._started[0]
-        held = first if isinstance(first, Held) else await first
+        if isinstance(first, Held):
+            held = first
+        else:
+            with self._connection.interruptible(request):
+                held = await first
         self._started.popleft()
         return held
 
@@ -153,44 +204,55 @@ class _Sender:
     """Gathers pieces into DATA frames. Every slice is verified on the way: whole ones as they are sent, others before."""
 
     def __init__(self, connection: Peer, request: int, space: Space) -> None:
+        self.request = request
         self.pieces_sent = 0
         self.payload_bytes = 0
         self._connection = connection
-        self._request = request
         self._space = space
         self._pieces: list[memoryview] = []
         self._promised: list[bytes | None] = []
         self._owners: list[int] = []
         self._bytes = 0
         self._held: list[Held] = []
+        self._verified: tuple[int, int] | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are pieces to flush."""
+        return bool(self._pieces)
 
     async def send_run(self, run: Run, held: Held) -> None:
         """Send a run of the blob that is held; takes over the hold."""
         self._held.append(held)
         layout, stored = self._space.blobs.layout_of(held.row), held.view
-        table = stored[layout.payload_bytes :]
-        if blob_id(table) != self._space.blobs.id_of(held.row):
+        if blob_id(stored[layout.payload_bytes :]) != self._space.blobs.id_of(held.row):
             self._corrupt(held.row)
-        verified = -1
+        self._verified = None
         for piece in cut(run, layout):
-            promise = bytes(table[piece.slice * DIGEST_BYTES : (piece.slice + 1) * DIGEST_BYTES])
-            if not piece.whole and piece.slice != verified:
-                whole = stored[layout.offsets[piece.slice] : layout.offsets[piece.slice + 1]]
-                if slice_digest(whole) != promise:
-                    self._corrupt(held.row)
-                verified = piece.slice
-            if self._bytes + piece.size > MAX_BULK_PAYLOAD or len(self._pieces) >= MAX_PIECES:
-                await self.flush(keep=held)
-            self._pieces.append(stored[piece.offset : piece.offset + piece.size])
-            self._promised.append(promise if piece.whole else None)
-            self._owners.append(held.row)
-            self._bytes += piece.size
+            await self.send_piece(piece, layout, stored, held)
+
+    async def send_piece(self, piece: Piece, layout: SliceLayout, stored: memoryview, held: Held | None = None) -> None:
+        """Send a piece of a stored form: of a blob that is held, or of a put that is followed."""
+        row = held.row if held is not None else _PROVISIONAL
+        table = layout.payload_bytes + piece.slice * DIGEST_BYTES
+        promise = bytes(stored[table : table + DIGEST_BYTES])
+        if not piece.whole and self._verified != (row, piece.slice):
+            whole = stored[layout.offsets[piece.slice] : layout.offsets[piece.slice + 1]]
+            if slice_digest(whole) != promise:
+                self._corrupt(row)
+            self._verified = (row, piece.slice) if held is not None else None
+        if self._bytes + piece.size > MAX_BULK_PAYLOAD or len(self._pieces) >= MAX_PIECES:
+            await self.flush(keep=held)
+        self._pieces.append(stored[piece.offset : piece.offset + piece.size])
+        self._promised.append(promise if piece.whole else None)
+        self._owners.append(row)
+        self._bytes += piece.size
 
     async def flush(self, keep: Held | None = None) -> None:
         """Send what is gathered, and let go of the blobs it came from, except one that is still being sent."""
         if self._pieces:
             meta = DATA_META.pack(self.pieces_sent)
-            digests = await self._connection.send_pieces(self._request, meta, self._pieces, self._promised)
+            digests = await self._connection.send_pieces(self.request, meta, self._pieces, self._promised)
             for digest, promise, row in zip(digests, self._promised, self._owners, strict=True):
                 if promise is not None and digest != promise:
                     self._corrupt(row)
@@ -210,6 +272,8 @@ class _Sender:
         self._held.clear()
 
     def _corrupt(self, row: int) -> NoReturn:
+        if row == _PROVISIONAL:
+            raise Corrupt("a slice of a put under way did not verify in DRAM")
         name = self._space.blobs.id_of(row).hex()
         self._connection.store.discard_bad_copy(self._space, row)
         raise Corrupt(f"blob {name} did not verify in DRAM; that copy was dropped")

@@ -1,4 +1,7 @@
-"""Leases: pins on (node, boundary) with an end time. An owner's death ends its leases."""
+"""Leases: pins on (node, boundary) with an end time. An owner's death ends its leases.
+
+What one owner holds is bounded in number and in payload bytes (a page that two of its leases share counts twice).
+"""
 
 import secrets
 from collections.abc import Iterator
@@ -9,6 +12,7 @@ from kvstore.radix.tree import Path
 from kvstore.store.space import Space
 
 MAX_LEASE_S = 3600.0
+MAX_PIN_S = 30 * 86_400.0
 MAX_LEASES = 10_000
 """Of one client."""
 
@@ -24,11 +28,19 @@ class Lease:
     pages: int
     expires: float
 
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of the pages it pins."""
+        return self.pages * self.space.spec.page_bytes
+
 
 class Leases:
-    """All leases of a daemon."""
+    """All leases of one kind. `max_bytes` bounds what one owner holds, `max_s` how long a lease lasts from its last renewal."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int, max_s: float = MAX_LEASE_S) -> None:
+        self._max_bytes = max_bytes
+        self._max_s = max_s
+        self._bytes: dict[int, int] = {}
         self._by_id: dict[int, Lease] = {}
         self._by_owner: dict[int, set[int]] = {}
 
@@ -36,14 +48,20 @@ class Leases:
         return len(self._by_id)
 
     def grant(self, owner: int, space: Space, path: Path, now: float, ttl_s: float) -> Lease:
-        """Lease a path for `ttl_s` seconds (0 to an hour)."""
-        if not 0 < ttl_s <= MAX_LEASE_S:
-            raise BadRequest(f"a lease lasts up to {MAX_LEASE_S:.0f} s, not {ttl_s}")
+        """Lease a path for `ttl_s` seconds. Raises Busy if the owner holds too much already."""
+        self._check_time(ttl_s)
+        held, wanted = self._bytes.get(owner, 0), path.pages * space.spec.page_bytes
+        if held + wanted > self._max_bytes:
+            raise Busy(
+                f"leases on {held} bytes are held already, and {wanted} more would be over the limit of {self._max_bytes}: release some",
+                retry_after_ms=1000,
+            )
         if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
             raise Busy(f"this client holds {MAX_LEASES} leases: release some", retry_after_ms=1000)
         lease = Lease(secrets.randbits(63), owner, space, space.tree.pin(path), path.pages, now + ttl_s)
         self._by_id[lease.id] = lease
         self._by_owner.setdefault(owner, set()).add(lease.id)
+        self._bytes[owner] = held + wanted
         return lease
 
     def get(self, owner: int, lease_id: int) -> Lease:
@@ -55,19 +73,23 @@ class Leases:
 
     def renew(self, owner: int, lease_id: int, now: float, ttl_s: float) -> Lease:
         """Let a lease end `ttl_s` seconds from now."""
-        if not 0 < ttl_s <= MAX_LEASE_S:
-            raise BadRequest(f"a lease lasts up to {MAX_LEASE_S:.0f} s, not {ttl_s}")
+        self._check_time(ttl_s)
         lease = self.get(owner, lease_id)
         lease.expires = now + ttl_s
         return lease
 
+    def _check_time(self, ttl_s: float) -> None:
+        if not 0 < ttl_s <= self._max_s:
+            raise BadRequest(f"it lasts more than 0 and up to {self._max_s:.0f} s, not {ttl_s}")
+
     def release(self, lease: Lease) -> None:
         """End a lease."""
+        self._bytes[lease.owner] -= lease.nbytes
         del self._by_id[lease.id]
         owned = self._by_owner[lease.owner]
         owned.discard(lease.id)
         if not owned:
-            del self._by_owner[lease.owner]
+            del self._by_owner[lease.owner], self._bytes[lease.owner]
         if not lease.space.dropped:
             lease.space.tree.unpin(lease.boundary)
 
@@ -78,6 +100,7 @@ class Leases:
             return
         boundary = lease.space.tree.pin(path)
         lease.space.tree.unpin(lease.boundary)
+        self._bytes[lease.owner] -= (lease.pages - path.pages) * lease.space.spec.page_bytes
         lease.boundary, lease.pages = boundary, path.pages
 
     def release_owner(self, owner: int) -> int:

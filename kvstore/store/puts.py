@@ -71,6 +71,8 @@ class Put:
         self.parent = b""
         self.closed = False
         self.committed = False
+        self.ready = False
+        """Whether it has its slots, so that it can be sent to and followed."""
         self.last_used = time.monotonic()
         self.settled = asyncio.Event()
         """Set once all that is wanted has arrived, or the put has failed or ended."""

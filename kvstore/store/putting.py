@@ -93,6 +93,7 @@ class Puts:
             self._stats.puts_no_space += isinstance(error, NoSpace)
             self.abort(put)
             raise
+        put.ready = True
         self._opened.set()
         self._opened = asyncio.Event()
         return put

@@ -156,6 +156,11 @@ class Residency:
         finally:
             space.unpin(row)
 
+    async def promote(self, space: Space, row: int) -> None:
+        """Bring a pinned blob up into DRAM. Raises Busy if there is no room, NotFound if no tier has it."""
+        if space.blobs.slot[row] == NO_SLOT:
+            await self._promote(space, row)
+
     async def _promote(self, space: Space, row: int) -> None:
         name = (space.number, row)
         loading = self._loading.get(name)

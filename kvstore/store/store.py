@@ -22,9 +22,11 @@ from kvstore.radix.journal import Journal
 from kvstore.radix.pages import DURABLE
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
 from kvstore.store.datadir import DataDir
-from kvstore.store.leases import Lease, Leases
+from kvstore.store.following import Following
+from kvstore.store.leases import MAX_PIN_S, Lease, Leases
 from kvstore.store.part_table import PartTable, part_table
 from kvstore.store.pending import Pending
+from kvstore.store.prefixes import Prefixes, rows_to_load
 from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
 from kvstore.store.recovery import Recovery
@@ -52,6 +54,10 @@ class StoreConfig:
     ssd_bytes: int
     max_pages: int = 10_000_000
     max_ghosts: int = 200_000
+    lease_bytes: int = 0
+    """Payload bytes that the leases of one client may hold; half of both tiers if 0."""
+    pin_bytes: int = 0
+    """Payload bytes that all pins may hold; half of both tiers if 0."""
     watermarks: Watermarks = field(default_factory=Watermarks)
     put_wait_s: float = 1.0
     put_idle_s: float = 60.0
@@ -89,7 +95,8 @@ class Store:
         self.epoch = time.time_ns()
         self.died = asyncio.Event()
         """Set when a background task has died of a bug: the daemon should then end, and be started anew."""
-        self.leases = Leases()
+        self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
+        self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
         self._spaces: dict[str, Space] = {}
         self._trash = Trash()
         self._tick = 0
@@ -160,6 +167,9 @@ class Store:
             config.ssd_bytes,
         )
 
+        self._prefixes = Prefixes(self._residency, self._writeback, self.pins, self._use)
+        self.following = Following(self._puts, config.put_idle_s)
+
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()
         recovery = Recovery(self._dir.journal, self.config.journal_bytes, self._new_space, self.stats)
@@ -169,6 +179,7 @@ class Store:
 
     async def __aexit__(self, *_: object) -> None:
         self._puts.close()
+        self.following.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -207,9 +218,11 @@ class Store:
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
-            for lease in self.leases.expired(now):
-                self.leases.release(lease)
+            for kind in (self.leases, self.pins):
+                for lease in kind.expired(now):
+                    kind.release(lease)
             self._puts.sweep(now)
+            self.following.sweep(now)
 
     async def _sweep_orphans(self) -> None:
         """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""
@@ -244,11 +257,12 @@ class Store:
     def _end_holds(self, space: Space, slot: int) -> None:
         """The bytes of the page in `slot` are lost: leases hold only what is before it, and puts below it fail."""
         tree = space.tree
-        for lease in self.leases.of_space(space):
-            slots = tree.path_slots(tree.path_to(tree.pages.find_key(lease.boundary)))
-            if slot in slots:
-                kept = int(np.flatnonzero(slots == slot)[0])
-                self.leases.shorten(lease, tree.path_to(int(slots[kept - 1])) if kept else Path([], 0, 0))
+        for kind in (self.leases, self.pins):
+            for lease in kind.of_space(space):
+                slots = tree.path_slots(tree.path_to(tree.pages.find_key(lease.boundary)))
+                if slot in slots:
+                    kept = int(np.flatnonzero(slots == slot)[0])
+                    kind.shorten(lease, tree.path_to(int(slots[kept - 1])) if kept else EMPTY_PATH)
         for put in [p for p in self._puts.of_space(space) if p.anchor is not None]:
             if slot in tree.path_slots(tree.path_to(tree.pages.find_key(put.anchor or b""))):
                 put.fail(MissingParent("a page before the put was lost: its bytes did not verify"))
@@ -300,8 +314,9 @@ class Store:
         """Forget a namespace and everything in it; its space on both tiers is free when this returns."""
         space.dropped = True
         self._spaces.pop(space.id, None)
-        for lease in self.leases.of_space(space):
-            self.leases.release(lease)
+        for kind in (self.leases, self.pins):
+            for lease in kind.of_space(space):
+                kind.release(lease)
         self._puts.end_space(space)
         blobs = space.blobs
         rows = np.unique(space.tree.parts_of(space.tree.live_slots()).blob)
@@ -394,6 +409,39 @@ class Store:
         """End a lease."""
         self.leases.release(self.leases.get(owner, lease_id))
 
+    # --- what clients tell about prefixes ------------------------------------------------------------------------------
+
+    def _usable_path(self, space: Space, tokens: bytes, extras: Extras) -> Path:
+        """The longest usable prefix, its labels known from here on."""
+        tokens = as_token_bytes(tokens)
+        path = space.tree.match(tokens, extras)
+        if space.tree.rules.optional:
+            path = space.tree.shorten(path, space.tree.rules.longest(space.tree.pages.components[space.tree.path_slots(path)]))
+        return space.tree.open_path(path, tokens, extras)
+
+    async def prefetch(self, space: Space, tokens: bytes, extras: Extras, first: int = 0, last: int = -1) -> tuple[int, int, int]:
+        """Bring the pages [first, last) of the longest usable prefix into DRAM. Returns pages, and blobs and bytes brought up."""
+        path = self._usable_path(space, tokens, extras)
+        last = path.pages if last < 0 else min(last, path.pages)
+        blobs, nbytes = await self._prefixes.prefetch(space, path, rows_to_load(space, path, first, last))
+        return max(last - first, 0), blobs, nbytes
+
+    def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float) -> Lease:
+        """Keep the longest usable prefix from being evicted for `ttl_s` seconds, whoever dies."""
+        return self._prefixes.pin(space, self._usable_path(space, tokens, extras), ttl_s)
+
+    def unpin(self, space: Space, pin: int) -> None:
+        """End a pin."""
+        self._prefixes.unpin(space, pin)
+
+    def abandon(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
+        """Make what only this context uses, from a page on, the first to go. Returns its pages."""
+        return self._prefixes.abandon(space, space.tree.match(as_token_bytes(tokens), extras), from_page)
+
+    async def delete(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
+        """Delete a prefix from a page on, with all below it, on every tier. Returns the pages."""
+        return await self._prefixes.delete(space, space.tree.match(as_token_bytes(tokens), extras), from_page)
+
     # --- writing -------------------------------------------------------------------------------------------------------
 
     async def begin_put(self, owner: int, space: Space, request: PutRequest, base: int = 0) -> Put:
@@ -416,6 +464,7 @@ class Store:
         """A client is gone: its leases end, and its puts leave nothing."""
         self.leases.release_owner(owner)
         self._puts.release_owner(owner)
+        self.following.release_owner(owner)
 
     # --- looking on ----------------------------------------------------------------------------------------------------
 

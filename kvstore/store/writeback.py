@@ -68,6 +68,7 @@ class Writeback:
         self._batch_bytes = batch_bytes
         self._queue: deque[_Request] = deque()
         self._under_way: list[_Request] = []
+        self._barriers: list[asyncio.Future[bool]] = []
         self._stopped = False
         self._wake = asyncio.Event()
         self.lock = asyncio.Lock()
@@ -112,6 +113,13 @@ class Writeback:
                 raise result
         return sum(result is True for result in results)
 
+    async def emptied(self) -> None:
+        """Wait until what is in the trash now is deleted on disk. Raises NoSpace if the disk refuses."""
+        waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._barriers.append(waiting)
+        self._wake.set()
+        await waiting
+
     async def run(self) -> None:
         """Commit batches until cancelled. However it ends, nobody is left waiting."""
         try:
@@ -124,15 +132,19 @@ class Writeback:
             for request in (*self._under_way, *self._queue):
                 if request.done is not None and not request.done.done():
                     request.done.set_exception(KVStoreError("write-behind has stopped; the page is only in DRAM"))
+            for barrier in self._barriers:
+                if not barrier.done():
+                    barrier.set_exception(KVStoreError("write-behind has stopped"))
 
     async def drain(self) -> None:
         """Commit until nothing is waiting."""
-        while self._queue or self._trash:
+        while self._queue or self._trash or self._barriers:
             async with self.lock:
                 await self._commit_once()
 
     async def _commit_once(self) -> None:
         self._under_way = requests = self._take()
+        barriers, self._barriers = self._barriers, []
         batch = self._build(requests)
         failure: KVStoreError | None = None
         try:
@@ -150,6 +162,9 @@ class Writeback:
             batch.outdated = []
             await asyncio.sleep(0.2)  # a failing disk is not to be hammered
         self._finish(batch, failure)
+        for barrier in barriers:
+            if not barrier.done():
+                barrier.set_exception(failure) if failure is not None else barrier.set_result(True)
         for request in requests:
             if request.done is not None and not request.done.done():
                 self._answer(request, request.done, failure)

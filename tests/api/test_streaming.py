@@ -1,6 +1,7 @@
 """Fetches, against a peer that does the worst between two frames."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,9 @@ class EvictingPeer:
 
     async def reply(self, request: int, frame_type: FrameType, message: Message, payload: bytes = b"") -> None:
         assert frame_type is FrameType.FETCHED
+
+    def interruptible(self, request: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
         self._frames += 1

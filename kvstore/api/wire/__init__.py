@@ -17,7 +17,7 @@ from kvstore.api.wire.frames import (
     encode,
 )
 from kvstore.api.wire.messages import pack, unpack
-from kvstore.api.wire.runs import Piece, Run, check_run, cut, pack_runs, unpack_runs
+from kvstore.api.wire.runs import Piece, Run, check_run, cut, pack_provisional, pack_runs, unpack_provisional, unpack_runs
 from kvstore.digests import DIGEST_BYTES, blob_id, extra_digest, slice_digest
 from kvstore.errors import (
     BadDigest,
@@ -45,6 +45,6 @@ __all__ = [
     "BadDigest", "BadRequest", "Busy", "Cancelled", "Channel", "Component", "Conflict", "ConnectionLost", "Corrupt",
     "DeadlineExceeded", "FrameType", "Header", "KVSpec", "KVStoreError", "MissingParent", "NoSpace", "NotFound", "PartRange",
     "Piece", "ProtocolError", "Run", "SliceLayout", "UnknownNamespace", "Unsupported", "VersionMismatch", "blob_id",
-    "canonical_json", "check_run", "cut", "decode_header", "encode", "error_from_code", "extra_digest", "pack", "pack_runs",
-    "slice_digest", "unpack", "unpack_runs",
+    "canonical_json", "check_run", "cut", "decode_header", "encode", "error_from_code", "extra_digest", "pack",
+    "pack_provisional", "pack_runs", "slice_digest", "unpack", "unpack_provisional", "unpack_runs",
 ]  # fmt: skip

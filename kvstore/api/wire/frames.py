@@ -44,6 +44,13 @@ class FrameType(IntEnum):
     SLICES = 33
     COMMIT = 34
     ABORT = 35
+    FOLLOW = 36
+    OUTCOME = 37
+    PREFETCH = 40
+    PIN = 41
+    UNPIN = 42
+    ABANDON = 43
+    DELETE = 44
 
     WELCOME = 64
     OK = 65
@@ -56,6 +63,10 @@ class FrameType(IntEnum):
     FETCHED = 89
     PUT_READY = 96
     COMMITTED = 97
+    FOLLOWING = 98
+    PREFETCHED = 104
+    PINNED = 105
+    AFFECTED = 106
 
 
 BULK = frozenset({FrameType.SLICES, FrameType.DATA})

@@ -143,10 +143,14 @@ class Leased(Message):
 
 
 class FetchRequest(Message):
-    """Payload: `blobs` ids of 16 bytes, then runs of 32 bytes (see runs.py)."""
+    """Payload: `blobs` ids of 16 bytes, then runs of 32 bytes (see runs.py).
+
+    With `provisional` the ids name parts of puts that this client follows (see runs.py), which may still be arriving.
+    """
 
     namespace: str
     blobs: int
+    provisional: bool = False
 
 
 class Fetched(Message):
@@ -201,6 +205,70 @@ class Committed(Message):
     new_pages: int
     existing_pages: int
     pending_pages: int = 0
+
+
+class Follow(Message):
+    """Follow the puts under way of a computation. Waits up to `wait_ms` until there are more than `beyond` of them."""
+
+    namespace: str
+    put_id: bytes
+    beyond: int = 0
+    wait_ms: int = 0
+
+
+class FollowedPut(Message):
+    """A put that is followed: its parts, and what is sent of them as (part, first page, last page)."""
+
+    handle: int
+    first_page: int
+    total_pages: int
+    parts: PartRangeList
+    wanted: list[tuple[int, int, int]]
+
+
+class FollowedPuts(Message):
+    """All that this client follows of a computation."""
+
+    items: list[FollowedPut]
+
+
+class Outcome(Message):
+    """Wait until a followed put is committed, and stop following it. A put that ends otherwise is `not_found`."""
+
+    handle: int
+    wait_ms: int = 0
+
+
+class Prefix(Message):
+    """A prefix that something is told about; payload as in MatchRequest. PREFETCH, PIN, ABANDON and DELETE use what they need of it."""
+
+    namespace: str
+    first_page: int = 0
+    last_page: int = -1
+    ttl_ms: int = 0
+    extra_pages: list[int] = []
+
+
+class Prefetched(Message):
+    """What was brought up into DRAM."""
+
+    pages: int
+    blobs: int
+    nbytes: int
+
+
+class Pinned(Message):
+    """A pin of so many pages; also what ends one."""
+
+    namespace: str
+    pin: int
+    pages: int = 0
+
+
+class Affected(Message):
+    """How many pages it concerned."""
+
+    pages: int
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -36,6 +36,21 @@ class Piece:
     """Whether it is all of its slice."""
 
 
+_PROVISIONAL = struct.Struct("<QII")
+"""Put handle, page, part: names a part of a followed put in 16 bytes, as a blob id names a blob."""
+
+
+def pack_provisional(handle: int, page: int, part: int) -> bytes:
+    """The 16-byte name of a part of a put that is followed."""
+    return _PROVISIONAL.pack(handle, page, part)
+
+
+def unpack_provisional(name: bytes | memoryview) -> tuple[int, int, int]:
+    """Put handle, page and part from a name."""
+    handle, page, part = _PROVISIONAL.unpack(name)
+    return handle, page, part
+
+
 def pack_runs(runs: list[Run]) -> bytes:
     """Runs as bytes, 32 each."""
     return b"".join(_RUN.pack(r.blob, r.count, r.offset, r.length, r.stride) for r in runs)

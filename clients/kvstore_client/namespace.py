@@ -1,0 +1,336 @@
+"""A namespace as a client sees it: match, fetch, put, and what is told about prefixes."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.api.wire import DIGEST_BYTES, BadRequest, Busy, FrameType, KVSpec, PartRange
+from kvstore.api.wire.messages import (
+    Affected,
+    Commit,
+    Committed,
+    Empty,
+    Matched,
+    MatchRequest,
+    NamespaceInfo,
+    NamespaceName,
+    Pinned,
+    Prefetched,
+    Prefix,
+    PutReady,
+    PutStart,
+)
+from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items
+from kvstore_client.put_layout import PutLayout
+from kvstore_client.streams import Follower, PutStream
+from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
+from kvstore_client.transfer import Progress, abort_put, fetch_striped, send_striped
+
+if TYPE_CHECKING:
+    from kvstore_client.client import AsyncClient
+
+PUT_PAGES = 4096
+PUT_BYTES = 64 << 20
+"""A put is sent in commits of about so many bytes, the front of the prefix first."""
+
+OnGroup = Callable[[int, int], None]
+"""Told of layers [lo, hi) once all their bytes are in the buffer, verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """Pages that are new in the store, that had a version already, and that still lack what other shards of the put id bring."""
+
+    new_pages: int
+    existing_pages: int
+    pending_pages: int = 0
+
+
+@dataclass(slots=True)
+class Match:
+    """A matched prefix, up to the longest usable boundary: `pages` whole pages, `tokens` tokens.
+
+    While its lease lasts, none of it is evicted. The store knows `known_pages` pages, but beyond `pages` a window or state
+    is missing. `dram_pages` of the pages are in the daemon's DRAM (-1 if parts were not asked for). `boundaries` are all
+    usable ones as half-open runs, if asked for.
+    """
+
+    pages: int
+    tokens: int
+    known_pages: int
+    boundaries: list[tuple[int, int]]
+    dram_pages: int
+    lease: int
+    endpoint: str
+    epoch: int
+    namespace: "Namespace"
+    _runs: list[tuple[int, int, tuple[PartRange, ...]]] = field(repr=False)
+    _ids: bytes = field(repr=False)
+
+    async def release(self) -> None:
+        """End the lease. Harmless if it is over already."""
+        if self.lease:
+            lease, self.lease = self.lease, 0
+            await self.namespace.client.release(lease)
+
+    async def __aenter__(self) -> "Match":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.release()
+
+    def usable_boundaries(self) -> npt.NDArray[np.int64]:
+        """All usable boundaries in pages, rising; what ranks intersect to agree on one."""
+        runs = [np.arange(low, high) for low, high in self.boundaries]
+        return np.concatenate(runs) if runs else np.zeros(0, np.int64)
+
+    def pages_of(self, component: int) -> tuple[int, int]:
+        """The pages [first, last) on which a component is needed to go on from this boundary."""
+        needed = self.namespace.spec.boundary_pages(component)
+        return (max(self.pages - needed, 0) if needed else 0), self.pages
+
+    def items(self, first: int, last: int, wanted: PartRange, groups: list[PartRange] | None = None) -> list[Item]:
+        """What to fetch for the wanted part of the pages [first, last), laid out page after page; group after group."""
+        spec = self.namespace.spec
+        size = spec.part_bytes(wanted)
+        layer = size // (wanted.layer_hi - wanted.layer_lo)
+        found: list[Item] = []
+        for number, group in enumerate(groups or [wanted]):
+            shift, at = (group.layer_lo - wanted.layer_lo) * layer, 0
+            for run_first, pages, ranges in self._runs:
+                for page in range(max(run_first, first), min(run_first + pages, last)):
+                    start = at + (page - run_first) * DIGEST_BYTES * len(ranges)
+                    ids = [self._ids[start + i * DIGEST_BYTES : start + (i + 1) * DIGEST_BYTES] for i in range(len(ranges))]
+                    found += page_items(spec, ranges, ids, group, (page - first) * size + shift, number)
+                at += DIGEST_BYTES * len(ranges) * pages
+        return found
+
+
+class Namespace:
+    """A namespace as this client sees it."""
+
+    def __init__(self, client: "AsyncClient", info: NamespaceInfo) -> None:
+        self.client = client
+        self.info = info
+        self.id = info.id
+        self.name = info.name
+        self.spec = KVSpec.from_dict(info.spec)
+
+    async def drop(self) -> None:
+        """Forget the namespace and everything in it."""
+        await self.client.call(FrameType.NAMESPACE_DROP, NamespaceName(namespace=self.id), Empty)
+
+    async def match(
+        self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
+        extras: Extras | None = None, timeout: float | None = None,
+    ) -> Match:  # fmt: skip
+        """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
+
+        It is leased for `lease_s` seconds (0: not at all, then it is only a look). `parts` brings what `fetch` needs;
+        without, the answer is smaller. `extras` gives 32-byte digests of extra keys by page. With a leased `base` the tokens
+        (and the pages of `extras`) are those after it: a long context need not travel again.
+        """
+        extra_pages, payload = with_extras(token_view(tokens), extras)
+        message = MatchRequest(
+            namespace=self.id, lease_ms=int(lease_s * 1000), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
+            base=base.lease if base is not None else 0,
+        )  # fmt: skip
+        found, ids = await self.client.call(FrameType.MATCH, message, Matched, payload, timeout)
+        runs = [(r.first_page, r.pages, tuple(PartRange(*p) for p in r.parts)) for r in found.runs]
+        return Match(
+            found.pages, found.tokens, found.known_pages, found.boundaries, found.dram_pages, found.lease, found.endpoint, found.epoch,
+            self, runs, ids,
+        )  # fmt: skip
+
+    async def fetch(
+        self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
+        on_group: OnGroup | None = None, progress: Progress | None = None, timeout: float | None = None,
+    ) -> int:  # fmt: skip
+        """Fetch matched pages [first, last) into `out`, page after page; by default all that `wanted` is needed on.
+
+        `out` is any writable buffer of (last - first) * part_bytes(wanted) bytes. `wanted` is a range of layers and heads,
+        by default all of component 0. Every piece is verified. Returns the bytes fetched.
+
+        With `group_layers` the bytes come in layer order, so many layers of all pages at a time, and `on_group(lo, hi)` is
+        called as soon as the layers [lo, hi) are there. `progress(bytes, total)` is called as bytes arrive. A connection
+        that breaks, or a daemon that restarts, is waited for within the timeout.
+
+        Raises NotFound (Corrupt) if something is no longer there (did not verify): treat it as a miss.
+        """
+        wanted = wanted or self.spec.whole()
+        self.spec.check_range(wanted)
+        first, last = pages or match.pages_of(wanted.component)
+        if not 0 <= first <= last <= match.pages:
+            raise BadRequest(f"pages [{first}, {last}) of a match of {match.pages}")
+        target = writable(out, (last - first) * self.spec.part_bytes(wanted))
+        if not len(target):
+            return 0
+        groups = layer_groups(wanted, group_layers)
+        plan = FetchPlan(
+            match.items(first, last, wanted, groups), self.client.pool.size, progress=progress,
+            on_group=None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi),
+        )  # fmt: skip
+        async with self.client.deadline(timeout):
+            await fetch_striped(self.client.pool, self.id, plan, target)
+        plan.verify()
+        return plan.nbytes
+
+    async def put(
+        self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
+        spans: tuple[tuple[int, int], ...] | None = None, durable: bool = False, whole_s: float = 0.0,
+        base: Match | None = None, extras: Extras | None = None, put_id: bytes | None = None, progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> PutResult:  # fmt: skip
+        """Put the pages of `tokens` (the whole prefix, whole pages) from `first_page` on.
+
+        `data` holds them page after page, each as its `parts` in order (by default one part: all of component 0); `spans`
+        are the pages [first, last) that carry each part, if not all do. With `durable`, returns once they would survive a
+        power cut. Waits for room while the daemon is busy.
+
+        Shards of one computation give the same `put_id` (16 bytes) and each its own parts; a page counts once all of them
+        have put it. `whole_s`: how long to wait for the others. With a leased `base`, `tokens` (and the pages of `extras`)
+        are those after it, while `first_page` and `spans` still count from the root; by default the put starts at the base.
+
+        Raises MissingParent if the pages before are not in the store, and NoSpace.
+        """
+        parts, raw = parts or (self.spec.whole(),), token_view(tokens)
+        start = base.pages if base is not None else 0
+        first_page = max(first_page, start)
+        total = start + len(raw) // 4 // self.spec.page_tokens
+        layout = PutLayout(self.spec, parts, first_page, total, spans)
+        source = memoryview(data).cast("B")
+        if len(source) != layout.nbytes:
+            raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")
+        put_id = put_id or secrets.token_bytes(DIGEST_BYTES)
+        done = PutResult(0, 0, 0)
+        async with self.client.deadline(timeout):
+            for first, last in layout.commits(PUT_PAGES, PUT_BYTES):
+                ranges, its_spans = layout.between(first, last)
+                if not ranges:
+                    continue
+                upto = raw if last == total else raw[: (last - start) * self.spec.page_tokens * 4]
+                extra_pages, payload = with_extras(upto, extras, last - start)
+                message = PutStart(
+                    namespace=self.id, put_id=put_id, first_page=first, spans=its_spans, parts=part_list(ranges),
+                    ack="durable" if durable else "memory", extra_pages=extra_pages, base=base.lease if base is not None else 0,
+                )  # fmt: skip
+                one = await self._put_once(message, payload, source, layout, whole_s, progress)
+                done = PutResult(
+                    done.new_pages + one.new_pages, done.existing_pages + one.existing_pages, done.pending_pages + one.pending_pages
+                )
+        return done
+
+    async def _put_once(
+        self, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float,
+        progress: Progress | None = None,
+    ) -> Committed:  # fmt: skip
+        """One commit. A put that is cut off is put again: whoever commits a page first wins, so that is harmless."""
+
+        async def attempt() -> Committed:
+            while True:
+                try:
+                    return await self._put_attempt(message, payload, data, layout, whole_s, progress)
+                except Busy as busy:
+                    await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
+
+        return await self.client.pool.retry(attempt)
+
+    async def _put_attempt(
+        self, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float,
+        progress: Progress | None,
+    ) -> Committed:  # fmt: skip
+        pool = self.client.pool
+        connection = await pool.connection(0)
+        ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
+        try:
+            frames = layout.frames(ready.wanted, [PartRange(*p) for p in message.parts])
+            await send_striped(pool, ready.handle, frames, data, progress)
+            commit = Commit(handle=ready.handle, wait_ms=10_000, whole_ms=int(whole_s * 1000))
+            committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
+        except asyncio.CancelledError:
+            await asyncio.shield(abort_put(pool, ready.handle))
+            raise
+        return committed
+
+    # --- streams -------------------------------------------------------------------------------------------------------
+
+    def stream_put(
+        self, tokens: Tokens, *, first_page: int = 0, part: PartRange | None = None, durable: bool = False, whole_s: float = 0.0,
+        extras: Extras | None = None, put_id: bytes | None = None,
+    ) -> PutStream:  # fmt: skip
+        """A put whose layers are sent as they are computed: `async with namespace.stream_put(...) as put` (see PutStream)."""
+        part = part or self.spec.whole()
+        return PutStream(self, token_view(tokens), first_page, part, durable, whole_s, extras, put_id or secrets.token_bytes(DIGEST_BYTES))
+
+    def follow(self, put_id: bytes, *, wanted: PartRange | None = None, timeout: float | None = None) -> Follower:
+        """Read what a computation is putting while it does: `async with namespace.follow(put_id) as follower` (see Follower)."""
+        return Follower(self, put_id, wanted or self.spec.whole(), timeout)
+
+    # --- what is told about prefixes -----------------------------------------------------------------------------------
+
+    async def prefetch(
+        self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, timeout: float | None = None
+    ) -> int:
+        """Bring the pages [first, last) of the longest usable prefix (all of it, if not given) into the daemon's DRAM.
+
+        Returns the blobs that were brought up. Stops early, without an error, where DRAM has no room.
+        """
+        first, last = pages or (0, -1)
+        done, _ = await self._about(FrameType.PREFETCH, tokens, extras, Prefetched, timeout, first_page=first, last_page=last)
+        return int(done.blobs)
+
+    async def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:
+        """Keep the longest usable prefix from being evicted for `ttl_s` seconds, even after this client is gone.
+
+        Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it.
+        """
+        done, _ = await self._about(FrameType.PIN, tokens, extras, Pinned, timeout, ttl_ms=int(ttl_s * 1000))
+        return done.pin, done.pages
+
+    async def unpin(self, pin: int, timeout: float | None = None) -> None:
+        """End a pin. Raises NotFound if it is over."""
+        await self.client.call(FrameType.UNPIN, Pinned(pin=pin, pages=0, namespace=self.id), Empty, timeout=timeout)
+
+    async def abandon(self, tokens: Tokens, *, from_page: int = 0, extras: Extras | None = None, timeout: float | None = None) -> int:
+        """Say that a context will not be used again from a page on: its own pages are the first to go, shared ones stay.
+
+        Returns the pages that it concerns.
+        """
+        done, _ = await self._about(FrameType.ABANDON, tokens, extras, Affected, timeout, first_page=from_page)
+        return int(done.pages)
+
+    async def delete(self, tokens: Tokens, *, from_page: int = 0, extras: Extras | None = None, timeout: float | None = None) -> int:
+        """Delete a prefix from a page on, with everything below it, on every tier; durable when this returns.
+
+        Returns the pages deleted. Raises Conflict if any of it is leased or pinned.
+        """
+        done, _ = await self._about(FrameType.DELETE, tokens, extras, Affected, timeout, first_page=from_page)
+        return int(done.pages)
+
+    async def _about(
+        self, kind: FrameType, tokens: Tokens, extras: Extras | None, reply: type[Any], timeout: float | None, **fields: int
+    ) -> tuple[Any, bytes]:
+        extra_pages, payload = with_extras(token_view(tokens), extras)
+        message = Prefix(namespace=self.id, extra_pages=extra_pages, **fields)
+        return await self.client.call(kind, message, reply, payload, timeout)
+
+
+def writable(out: Any, size: int) -> memoryview:
+    """A buffer of exactly `size` bytes to receive into. Raises BadRequest for any other."""
+    target = memoryview(out).cast("B")
+    if len(target) != size or target.readonly:
+        raise BadRequest(
+            f"the buffer has {len(target)} bytes{' and is read-only' if target.readonly else ''}; {size} writable ones are needed"
+        )
+    return target
+
+
+def part_list(ranges: list[PartRange]) -> list[tuple[int, int, int, int, int]]:
+    """Part ranges as messages carry them."""
+    return [(r.component, r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in ranges]

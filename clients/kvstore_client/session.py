@@ -1,0 +1,105 @@
+"""A conversation that grows: a cursor in the tree, so that only new tokens travel."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.api.wire import NotFound, PartRange
+from kvstore_client.tokens import Tokens, token_view
+from kvstore_client.transfer import Progress
+
+if TYPE_CHECKING:
+    from kvstore_client.namespace import Match, Namespace, PutResult
+
+
+class Session:
+    """The cursor is a leased boundary; `tokens` are all tokens of the conversation so far. Use as an async context manager.
+
+    The lease is renewed by every call. If it was lost (it expired, the connection broke, the daemon was restarted), the next
+    call finds the place again with all tokens.
+    """
+
+    def __init__(self, namespace: "Namespace", *, lease_s: float = 60.0) -> None:
+        self.namespace = namespace
+        self.lease_s = lease_s
+        self._tokens = bytearray()
+        self._match: Match | None = None
+
+    async def __aenter__(self) -> "Session":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of the lease; the pages stay."""
+        match, self._match = self._match, None
+        if match is not None:
+            await match.release()
+
+    @property
+    def pages(self) -> int:
+        """Pages up to the cursor: what of the conversation is in the store and leased."""
+        return self._match.pages if self._match is not None else 0
+
+    @property
+    def match(self) -> "Match | None":
+        """The leased prefix, with all that `Namespace.fetch` needs."""
+        return self._match
+
+    @property
+    def tokens(self) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
+        """All tokens so far."""
+        return np.frombuffer(bytes(self._tokens), np.uint32)
+
+    async def extend(self, tokens: Tokens) -> int:
+        """The conversation goes on with these tokens. Moves the cursor as far as the store knows it; returns its pages."""
+        self._tokens += token_view(tokens)
+        await self._seek()
+        return self.pages
+
+    async def _seek(self) -> None:
+        old = self._match
+        found = None
+        if old is not None and old.lease:
+            try:
+                found = await self.namespace.match(self._after(old.pages), lease_s=self.lease_s, base=old)
+            except NotFound:
+                old = None  # the lease is over: find the place again
+        if found is None:
+            found = await self.namespace.match(self._after(0), lease_s=self.lease_s)
+        self._match = found
+        if old is not None and old is not found:
+            await old.release()
+
+    def _after(self, pages: int) -> bytes:
+        return bytes(memoryview(self._tokens)[pages * self.namespace.spec.page_tokens * 4 :])
+
+    async def fetch(self, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, **options: Any) -> int:
+        """Fetch pages up to the cursor (see Namespace.fetch)."""
+        if self._match is None:
+            await self._seek()
+        assert self._match is not None
+        return await self.namespace.fetch(self._match, out, pages=pages, wanted=wanted, **options)
+
+    async def put(self, data: Any, *, durable: bool = False, progress: Progress | None = None, **options: Any) -> "PutResult":
+        """Put the whole pages after the cursor, and move it to their end. Only their tokens travel."""
+        page_bytes = self.namespace.spec.page_tokens * 4
+        new = self._after(self.pages)
+        new = new[: len(new) // page_bytes * page_bytes]
+        try:
+            done = await self.namespace.put(new, data, base=self._match, durable=durable, progress=progress, **options)
+        except NotFound:
+            whole = bytes(self._tokens[: len(self._tokens) // page_bytes * page_bytes])
+            done = await self.namespace.put(whole, data, first_page=self.pages, durable=durable, progress=progress, **options)
+        await self._seek()
+        return done
+
+    async def abandon(self, from_page: int = 0) -> int:
+        """The conversation will not go on from a page on, as after a compaction: its own pages are the first to go."""
+        tokens = bytes(self._tokens)
+        await self.close()
+        pages = await self.namespace.abandon(tokens, from_page=from_page)
+        del self._tokens[from_page * self.namespace.spec.page_tokens * 4 :]
+        return pages

@@ -1,0 +1,91 @@
+"""Bulk over the connections of a pool: stripes come in and slices go out as connections become free."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from kvstore.api.wire import MAX_BULK_PAYLOAD, ConnectionLost, FrameType, NotFound
+from kvstore.api.wire.messages import Empty, PutHandle
+from kvstore_client.plan import FetchPlan, Stripe
+from kvstore_client.pool import Pool
+from kvstore_client.put_layout import SliceFrame
+
+_DEPTH = 2
+"""Stripes that a connection has in flight, so that it never waits for the next request to travel."""
+
+Progress = Callable[[int, int], None]
+"""Told of payload bytes so far, and in all."""
+
+
+async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview) -> None:
+    """Fetch all stripes of a plan. What a broken connection had goes to the others, and is asked for again after a restart."""
+    stripes: deque[Stripe] = deque(plan.stripes)
+
+    async def work(slot: int) -> None:
+        while stripes:
+            stripe = stripes.popleft()
+            try:
+                connection = await pool.connection(slot)
+                await connection.fetch(namespace, stripe, target, plan.arrived, provisional=plan.provisional)
+            except ConnectionLost:
+                stripes.appendleft(stripe)
+                raise
+
+    async def attempt() -> None:
+        workers = min(pool.size * _DEPTH, len(stripes))
+        if workers <= 1:
+            await work(pool.least_busy())
+            return
+        await together([work(n % pool.size) for n in range(workers)])
+
+    await pool.retry(attempt)
+
+
+async def send_striped(pool: Pool, handle: int, frames: Sequence[SliceFrame], data: memoryview, progress: Progress | None = None) -> None:
+    """Send the slices of a put. Once this returns, or raises, the buffer is not read any more."""
+    pending = iter(frames)
+    total, sent = sum(frame.nbytes for frame in frames), 0
+
+    async def work(slot: int) -> None:
+        nonlocal sent
+        connection = await pool.connection(slot)
+        for frame in pending:
+            slices = [data[at : at + size] for at, size in frame.slices]
+            await connection.send_slices(handle, frame.page, frame.part, frame.first_slice, slices)
+            sent += frame.nbytes
+            if progress is not None:
+                progress(sent, total)
+
+    workers = min(pool.size, -(-total // MAX_BULK_PAYLOAD))
+    if workers <= 1:
+        await work(0)
+    else:
+        await together([work(n) for n in range(workers)])
+
+
+async def abort_put(pool: Pool, handle: int) -> None:
+    """Tell the daemon that a put will not be committed, if it can be reached."""
+    try:
+        async with asyncio.timeout(1):
+            connection = await pool.connection(0)
+            await connection.call(FrameType.ABORT, PutHandle(handle=handle), Empty)
+    except (ConnectionLost, NotFound, TimeoutError):
+        pass  # then the daemon ends it with the session, or by its own time limit
+
+
+async def together(jobs: "Sequence[Coroutine[Any, Any, None]]") -> None:
+    """Run jobs concurrently; the first failure cancels the rest and is raised alone."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(job)
+    except* Exception as failures:  # noqa: BLE001 - all of them, to raise the first
+        first = _leaf(failures)
+        raise first from None
+
+
+def _leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,110 @@
+"""What clients tell about prefixes: bring them up, keep them, give them up, delete them."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstore.errors import BadRequest, Busy, Conflict, NotFound
+from kvstore.radix.tree import Path
+from kvstore.store.leases import Lease, Leases
+from kvstore.store.residency import Residency
+from kvstore.store.space import Space
+from kvstore.store.writeback import Writeback
+from kvstore.tiers.blobs import NO_SLOT
+
+_AT_ONCE = 4
+_PINNED_BY = 0
+"""Pins belong to their tenant, not to a client: they have one owner among leases, which never dies."""
+
+
+class Prefixes:
+    """See the module's text. `use` records that a path was used."""
+
+    def __init__(self, residency: Residency, writeback: Writeback, pins: Leases, use: Callable[[Space, Path], None]) -> None:
+        self._residency = residency
+        self._writeback = writeback
+        self._pins = pins
+        self._use = use
+
+    async def prefetch(self, space: Space, path: Path, rows: list[int]) -> tuple[int, int]:
+        """Bring blobs of a path up into DRAM, a few at a time, and count it as a use. Returns blobs and stored bytes brought up.
+
+        Ends early where there is no room, or where a blob is lost.
+        """
+        self._use(space, path)
+        todo = [row for row in rows if space.blobs.slot[row] == NO_SLOT]
+        done = nbytes = 0
+        for row in todo:
+            space.pin(row)
+        try:
+            for first in range(0, len(todo), _AT_ONCE):
+                chunk = todo[first : first + _AT_ONCE]
+                results = await asyncio.gather(*(self._residency.promote(space, row) for row in chunk), return_exceptions=True)
+                for row, result in zip(chunk, results, strict=True):
+                    if isinstance(result, BaseException) and not isinstance(result, Busy | NotFound):
+                        raise result
+                    done += result is None
+                    nbytes += space.stored_bytes(row) if result is None else 0
+                if any(isinstance(result, BaseException) for result in results):
+                    break
+        finally:
+            for row in todo:
+                space.unpin(row)
+        return done, nbytes
+
+    def pin(self, space: Space, path: Path, ttl_s: float) -> Lease:
+        """Keep a path from being evicted until a time, whoever dies."""
+        if not path.pages:
+            raise NotFound("nothing of this prefix is in the store: there is nothing to pin")
+        self._use(space, path)
+        return self._pins.grant(_PINNED_BY, space, path, time.monotonic(), ttl_s)
+
+    def unpin(self, space: Space, pin: int) -> None:
+        """End a pin of this namespace."""
+        lease = self._pins.get(_PINNED_BY, pin)
+        if lease.space is not space:
+            raise NotFound(f"lease {pin} does not exist: it was released, or it expired")
+        self._pins.release(lease)
+
+    @staticmethod
+    def abandon(space: Space, path: Path, from_page: int) -> int:
+        """Make the end of a path, from a page on, the first to go; but not what other contexts go on from. Returns the pages."""
+        tree = space.tree
+        first = path.pages
+        for node in reversed(path.nodes):
+            end = tree.nodes.depth[node] + (path.tail if node == path.nodes[-1] else tree.nodes.count[node])
+            shared = (
+                tree.nodes.children[node] > (0 if node == path.nodes[-1] else 1) or end < tree.nodes.depth[node] + tree.nodes.count[node]
+            )
+            if shared:
+                break
+            first = tree.nodes.depth[node]
+        first = max(first, from_page)
+        slots = tree.path_slots(path)[first:]
+        tree.cool(slots, first)
+        return len(slots)
+
+    async def delete(self, space: Space, path: Path, from_page: int) -> int:
+        """Delete the page `from_page` of a path and all below it, on every tier. Returns the pages; durable when this returns."""
+        if from_page < 0:
+            raise BadRequest(f"from_page is {from_page}")
+        if from_page >= path.pages:
+            return 0
+        tree = space.tree
+        slot = int(tree.path_slots(path)[from_page])
+        if tree.pages.leases[slot]:
+            raise Conflict(f"page {from_page} of this prefix is leased, pinned or being put: try again later")
+        removed = space.remove_page(slot, ghosts=False)
+        await self._writeback.emptied()
+        return removed
+
+
+def rows_to_load(space: Space, path: Path, first: int, last: int) -> list[int]:
+    """The blob rows that a fetch of the pages [first, last) of a path needs, each once, in page order."""
+    slots = space.tree.path_slots(path)
+    columns = space.tree.parts_of(slots)
+    starts = np.array([space.tree.rules.first_page(component, path.pages) for component in range(len(space.spec.components))])
+    needed = (columns.page >= starts[columns.component]) & (columns.page >= first) & (columns.page < last)
+    return list(dict.fromkeys(columns.blob[needed].tolist()))
