@@ -7,6 +7,7 @@ parts as a client would, and compared byte for byte with what some computation b
 import asyncio
 import shutil
 import tempfile
+import time
 from collections.abc import Coroutine
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.digests import slice_digest
-from kvstore.errors import BadRequest, Busy, MissingParent, NoSpace
+from kvstore.errors import BadRequest, Busy, Conflict, MissingParent, NoSpace
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, Match, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
 from kvstore.store.check import check
@@ -114,7 +115,7 @@ async def fetch_page(store: Store, space: Space, match: Match, page: int, wanted
 
 def config(data_dir: Path, **changes: Any) -> StoreConfig:
     defaults: dict[str, Any] = {
-        "dram_bytes": 400_000, "ssd_bytes": 600_000, "max_pages": 20_000, "segment_bytes": 30_000, "extent_bytes": 4080,
+        "dram_bytes": 160_000, "ssd_bytes": 260_000, "max_pages": 20_000, "segment_bytes": 10_000, "extent_bytes": 4080,
         "put_wait_s": 0.2, "journal_bytes": 64 << 20, "watermarks": Watermarks(0.8, 0.6), "max_ghosts": 20,
     }  # fmt: skip
     return StoreConfig(data_dir=data_dir, **{**defaults, **changes})
@@ -153,6 +154,7 @@ class ShardMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.store = self.run(Store(config(self.data_dir)).__aenter__())
         self.leases = []
+        self.pins: list[int] = []
 
     @property
     def space(self) -> Space:
@@ -240,6 +242,46 @@ class ShardMachine(RuleBasedStateMachine):
         except (Busy, NoSpace, BadRequest):
             pass  # no room, or it overlaps with what another shard of the same put id brings
         self.store.release_lease(1, match.lease.id)
+
+    @rule(nbytes=st.integers(1, 60_000))
+    def evict_from_dram(self, nbytes: int) -> None:
+        self.run(self.store._residency._reclaim(nbytes))
+
+    @rule(nbytes=st.integers(1, 60_000), past_retention=st.booleans())
+    def evict_from_ssd(self, nbytes: int, past_retention: bool) -> None:
+        self.store._residency.make_ssd_room(nbytes, 1e12 if past_retention else time.time())
+        self.store._writeback.poke()
+        if past_retention:
+            self.durable.clear()  # what was promised was promised until then
+
+    @rule(prefix=prefixes, from_page=st.integers(0, 3))
+    def abandon(self, prefix: Prefix, from_page: int) -> None:
+        pages = self.store.abandon(self.space, tokens_of(prefix), {}, from_page)
+        assert 0 <= pages <= max(len(prefix) - from_page, 0)
+
+    @rule(prefix=prefixes, from_page=st.integers(0, 3))
+    def delete(self, prefix: Prefix, from_page: int) -> None:
+        try:
+            self.run(self.store.delete(self.space, tokens_of(prefix), {}, from_page))
+        except Conflict:
+            return
+        assert self.match(prefix).known_pages <= from_page
+        gone = prefix[: from_page + 1]
+        self.durable = {p for p in self.durable if p[: len(gone)] != gone}
+
+    @rule(prefix=prefixes)
+    def prefetch(self, prefix: Prefix) -> None:
+        self.run(self.store.prefetch(self.space, tokens_of(prefix), {}))
+
+    @rule(prefix=prefixes)
+    def pin(self, prefix: Prefix) -> None:
+        if self.match(prefix).pages:
+            self.pins.append(self.store.pin(self.space, tokens_of(prefix), {}, 60).id)
+
+    @rule()
+    def unpin(self) -> None:
+        if self.pins:
+            self.store.unpin(self.space, self.pins.pop())
 
     @rule(rank=st.integers(0, 1))
     def a_rank_dies(self, rank: int) -> None:
