@@ -75,9 +75,13 @@ class KVSpec:
     max_slice_bytes: int = MAX_SLICE_BYTES
     group_layers: int = 0
     """Most layers in one slice, so that a layer group can be streamed by itself; 0 for as many as fit."""
+    hash_bytes: int = 0
+    """Pages are labelled with digests of so many bytes that the engine computes, in place of token ids; 0 for token ids."""
+    flat: bool = False
+    """The digests do not form chains: every page stands alone, and a look-up is for the front of a list."""
 
     def __post_init__(self) -> None:
-        for name in ("page_tokens", "max_slice_bytes", "group_layers"):
+        for name in ("page_tokens", "max_slice_bytes", "group_layers", "hash_bytes"):
             _require(type(getattr(self, name)) is int, f"{name} is {getattr(self, name)!r}, not a whole number")
         _require(1 <= self.page_tokens <= MAX_PAGE_TOKENS, f"page_tokens is {self.page_tokens}, not 1 to {MAX_PAGE_TOKENS}")
         _require(1 <= len(self.components) <= 16, f"{len(self.components)} components: a KV spec has 1 to 16")
@@ -87,6 +91,11 @@ class KVSpec:
             f"max_slice_bytes is {self.max_slice_bytes}, not 4096 to {MAX_SLICE_BYTES}",
         )
         _require(0 <= self.group_layers <= _MAX_RANGE, f"group_layers is {self.group_layers}, not 0 to {_MAX_RANGE}")
+        if self.hash_bytes:
+            _require(self.hash_bytes in range(16, 33, 4), f"hash_bytes is {self.hash_bytes}: digests have 16, 20, 24, 28 or 32 bytes")
+        _require(
+            isinstance(self.flat, bool) and (bool(self.hash_bytes) or not self.flat), "flat is for pages that are labelled with digests"
+        )
         for index in range(len(self.components)):
             size = self.part_bytes(self.whole(index))
             _require(size <= MAX_PART_BYTES, f"a page of component {index} is {size} bytes, over the limit of {MAX_PART_BYTES}")
@@ -104,6 +113,11 @@ class KVSpec:
             0 <= part.layer_lo < part.layer_hi <= c.layers, f"layers [{part.layer_lo}, {part.layer_hi}) are not inside [0, {c.layers})"
         )
         _require(0 <= part.head_lo < part.head_hi <= c.kv_heads, f"heads [{part.head_lo}, {part.head_hi}) are not inside [0, {c.kv_heads})")
+
+    @property
+    def label_words(self) -> int:
+        """Length of a page's label in uint32 words: its token ids, or the engine's digest."""
+        return self.hash_bytes // 4 or self.page_tokens
 
     def boundary_pages(self, component: int) -> int:
         """On how many pages right before a boundary a component is needed to go on from it; 0 for all pages."""
@@ -137,7 +151,7 @@ class KVSpec:
             "axis_order": self.axis_order,
             "max_slice_bytes": self.max_slice_bytes,
         }
-        return data | ({"group_layers": self.group_layers} if self.group_layers else {})
+        return data | {name: value for name in ("group_layers", "hash_bytes", "flat") if (value := getattr(self, name))}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "KVSpec":

@@ -133,8 +133,9 @@ class Namespace:
         """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
 
         It is leased for `lease_s` seconds (0: not at all, then it is only a look). `parts` brings what `fetch` needs;
-        without, the answer is smaller. `extras` gives 32-byte digests of extra keys by page. With a leased `base` the tokens
-        (and the pages of `extras`) are those after it: a long context need not travel again.
+        without, the answer is smaller. In a namespace of digests, `tokens` are those, one after the other. `extras` gives
+        32-byte digests of extra keys by page. With a leased `base` the tokens (and the pages of `extras`) are those after it:
+        a long context need not travel again.
         """
         extra_pages, payload = with_extras(token_view(tokens), extras)
         message = MatchRequest(
@@ -200,9 +201,11 @@ class Namespace:
         Raises MissingParent if the pages before are not in the store, and NoSpace.
         """
         parts, raw = parts or (self.spec.whole(),), token_view(tokens)
+        if self.spec.flat and len(raw) > self.spec.hash_bytes:
+            return await self._put_flat(raw, data, parts, durable, whole_s, put_id, timeout)
         start = base.pages if base is not None else 0
         first_page = max(first_page, start)
-        total = start + len(raw) // 4 // self.spec.page_tokens
+        total = start + len(raw) // 4 // self.spec.label_words
         layout = PutLayout(self.spec, parts, first_page, total, spans)
         source = memoryview(data).cast("B")
         if len(source) != layout.nbytes:
@@ -214,7 +217,7 @@ class Namespace:
                 ranges, its_spans = layout.between(first, last)
                 if not ranges:
                     continue
-                upto = raw if last == total else raw[: (last - start) * self.spec.page_tokens * 4]
+                upto = raw if last == total else raw[: (last - start) * self.spec.label_words * 4]
                 extra_pages, payload = with_extras(upto, extras, last - start)
                 message = PutStart(
                     namespace=self.id, put_id=put_id, first_page=first, spans=its_spans, parts=part_list(ranges),
@@ -225,6 +228,25 @@ class Namespace:
                     done.new_pages + one.new_pages, done.existing_pages + one.existing_pages, done.pending_pages + one.pending_pages
                 )
         return done
+
+    async def _put_flat(
+        self, digests: memoryview, data: Any, parts: tuple[PartRange, ...], durable: bool, whole_s: float, put_id: bytes | None,
+        timeout: float | None,
+    ) -> PutResult:  # fmt: skip
+        """Pages that stand alone, one put each."""
+        source, width = memoryview(data).cast("B"), self.spec.hash_bytes
+        pages, size = len(digests) // width, sum(self.spec.part_bytes(p) for p in parts)
+        if len(source) != pages * size:
+            raise BadRequest(f"{len(source)} bytes of data for {pages} pages of {size}")
+        puts = [
+            self.put(
+                digests[page * width : (page + 1) * width], source[page * size : (page + 1) * size], parts=parts, durable=durable,
+                whole_s=whole_s, put_id=put_id, timeout=timeout,
+            )
+            for page in range(pages)
+        ]  # fmt: skip
+        done = await asyncio.gather(*puts)
+        return PutResult(sum(d.new_pages for d in done), sum(d.existing_pages for d in done), sum(d.pending_pages for d in done))
 
     async def _put_once(
         self, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float,

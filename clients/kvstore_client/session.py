@@ -74,7 +74,7 @@ class Session:
             await old.release()
 
     def _after(self, pages: int) -> bytes:
-        return bytes(memoryview(self._tokens)[pages * self.namespace.spec.page_tokens * 4 :])
+        return bytes(memoryview(self._tokens)[pages * self.namespace.spec.label_words * 4 :])
 
     async def fetch(self, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, **options: Any) -> int:
         """Fetch pages up to the cursor (see Namespace.fetch)."""
@@ -85,7 +85,7 @@ class Session:
 
     async def put(self, data: Any, *, durable: bool = False, progress: Progress | None = None, **options: Any) -> "PutResult":
         """Put the whole pages after the cursor, and move it to their end. Only their tokens travel."""
-        page_bytes = self.namespace.spec.page_tokens * 4
+        page_bytes = self.namespace.spec.label_words * 4
         new = self._after(self.pages)
         new = new[: len(new) // page_bytes * page_bytes]
         try:
@@ -101,5 +101,5 @@ class Session:
         tokens = bytes(self._tokens)
         await self.close()
         pages = await self.namespace.abandon(tokens, from_page=from_page)
-        del self._tokens[from_page * self.namespace.spec.page_tokens * 4 :]
+        del self._tokens[from_page * self.namespace.spec.label_words * 4 :]
         return pages

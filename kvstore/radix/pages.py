@@ -38,9 +38,9 @@ def _bytes_column(capacity: int, width: int) -> tuple[mmap.mmap, npt.NDArray[np.
 class Pages:
     """One slot a page. The pages of a node are consecutive slots, so that a run's labels are one memcmp."""
 
-    def __init__(self, capacity: int, page_tokens: int, optional: int) -> None:
+    def __init__(self, capacity: int, label_words: int, optional: int) -> None:
         self.capacity = capacity
-        self.token_bytes = page_tokens * 4
+        self.token_bytes = label_words * 4
         self.ranges = RangeAllocator(capacity, "pages")
         self.tokens_memory, self.tokens = _bytes_column(capacity, self.token_bytes)
         self.extras_memory, self.extras = _bytes_column(capacity, KEY_BYTES)

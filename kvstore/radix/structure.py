@@ -64,15 +64,17 @@ class Removed:
 
 
 class TreeStructure:
-    """Columns, links and indices. `root_key` is the namespace digest (32 bytes), `capacity` the most pages it can hold."""
+    """Columns, links and indices. `root_key` is the namespace digest (32 bytes), `capacity` the most pages it can hold.
 
-    def __init__(self, root_key: bytes, page_tokens: int, capacity: int, rules: ComponentRules = FULL_ONLY) -> None:
+    A label is `label_words` uint32 words: token ids, or a digest.
+    """
+
+    def __init__(self, root_key: bytes, label_words: int, capacity: int, rules: ComponentRules = FULL_ONLY) -> None:
         self.root_key = root_key
-        self.page_tokens = page_tokens
         self.capacity = capacity
         self.rules = rules
         self.pages = Pages(
-            2 * capacity, page_tokens, len(rules.optional)
+            2 * capacity, label_words, len(rules.optional)
         )  # room for runs to move in; slots cost nothing until they are used
         self.parts = Parts(4 * capacity)
         self.nodes = Nodes(capacity + 1)

@@ -69,6 +69,7 @@ def _check_cover(space: Space, live: Slots) -> None:
 def _check_leases(store: Store, space: Space) -> None:
     expected = np.zeros(space.tree.pages.ranges.high, np.int64)
     for lease in (*store.leases.of_space(space), *store.pins.of_space(space)):
-        expected[space.tree.path_slots(space.tree.path_to(space.tree.pages.find_key(lease.boundary)))] += 1
+        for boundary in lease.boundaries:
+            expected[space.tree.path_slots(space.tree.path_to(space.tree.pages.find_key(boundary)))] += 1
     live = space.tree.live_slots()
     assert (space.tree.pages.leases[live] == expected[live]).all(), "a page counts other leases than cover it"

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvstore.errors import BadRequest, Busy, NotFound
 from kvstore.radix.tree import Path
 from kvstore.store.space import Space
@@ -19,12 +21,15 @@ MAX_LEASES = 10_000
 
 @dataclass(slots=True)
 class Lease:
-    """One lease; `boundary` is the page key of the last page it pins, `expires` in seconds of the store's clock."""
+    """One lease; `boundaries` are the page keys of the last pages that it pins (one, but for a flat namespace).
+
+    `expires` is in seconds of the store's clock.
+    """
 
     id: int
     owner: int
     space: Space
-    boundary: bytes
+    boundaries: list[bytes]
     pages: int
     expires: float
 
@@ -47,10 +52,11 @@ class Leases:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def grant(self, owner: int, space: Space, path: Path, now: float, ttl_s: float) -> Lease:
-        """Lease a path for `ttl_s` seconds. Raises Busy if the owner holds too much already."""
+    def grant(self, owner: int, space: Space, paths: list[Path], now: float, ttl_s: float) -> Lease:
+        """Lease paths for `ttl_s` seconds. Raises Busy if the owner holds too much already."""
         self._check_time(ttl_s)
-        held, wanted = self._bytes.get(owner, 0), path.pages * space.spec.page_bytes
+        pages = sum(path.pages for path in paths)
+        held, wanted = self._bytes.get(owner, 0), pages * space.spec.page_bytes
         if held + wanted > self._max_bytes:
             raise Busy(
                 f"leases on {held} bytes are held already, and {wanted} more would be over the limit of {self._max_bytes}: release some",
@@ -58,7 +64,7 @@ class Leases:
             )
         if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
             raise Busy(f"this client holds {MAX_LEASES} leases: release some", retry_after_ms=1000)
-        lease = Lease(secrets.randbits(63), owner, space, space.tree.pin(path), path.pages, now + ttl_s)
+        lease = Lease(secrets.randbits(63), owner, space, [space.tree.pin(path) for path in paths], pages, now + ttl_s)
         self._by_id[lease.id] = lease
         self._by_owner.setdefault(owner, set()).add(lease.id)
         self._bytes[owner] = held + wanted
@@ -91,17 +97,32 @@ class Leases:
         if not owned:
             del self._by_owner[lease.owner], self._bytes[lease.owner]
         if not lease.space.dropped:
-            lease.space.tree.unpin(lease.boundary)
+            for boundary in lease.boundaries:
+                lease.space.tree.unpin(boundary)
 
-    def shorten(self, lease: Lease, path: Path) -> None:
-        """Let a lease hold only `path`, a shorter one; without any page it ends."""
-        if not path.pages:
+    def cut(self, space: Space, slot: int) -> None:
+        """The page in a slot is lost: every lease holds only what comes before it, and none without any page."""
+        tree = space.tree
+        for lease in self.of_space(space):
+            for number, boundary in enumerate(lease.boundaries):
+                slots = tree.path_slots(tree.path_to(tree.pages.find_key(boundary)))
+                hit = np.flatnonzero(slots == slot)
+                if len(hit):
+                    self._shorten(lease, number, tree.path_to(int(slots[hit[0] - 1])) if hit[0] else None)
+                    break
+
+    def _shorten(self, lease: Lease, number: int, path: Path | None) -> None:
+        """Let a lease end with `path` in place of its boundary of this number, and none after it."""
+        tree = lease.space.tree
+        gone = lease.boundaries[number:]
+        kept = lease.boundaries[:number] + ([tree.pin(path)] if path is not None else [])
+        pages = sum(tree.path_to(tree.pages.find_key(key)).pages for key in kept)
+        for boundary in gone:
+            tree.unpin(boundary)
+        self._bytes[lease.owner] -= (lease.pages - pages) * lease.space.spec.page_bytes
+        lease.boundaries, lease.pages = kept, pages
+        if not kept:
             self.release(lease)
-            return
-        boundary = lease.space.tree.pin(path)
-        lease.space.tree.unpin(lease.boundary)
-        self._bytes[lease.owner] -= (lease.pages - path.pages) * lease.space.spec.page_bytes
-        lease.boundary, lease.pages = boundary, path.pages
 
     def release_owner(self, owner: int) -> int:
         """End all leases of an owner. Returns how many there were."""

@@ -59,7 +59,7 @@ class Prefixes:
         if not path.pages:
             raise NotFound("nothing of this prefix is in the store: there is nothing to pin")
         self._use(space, path)
-        return self._pins.grant(_PINNED_BY, space, path, time.monotonic(), ttl_s)
+        return self._pins.grant(_PINNED_BY, space, [path], time.monotonic(), ttl_s)
 
     def unpin(self, space: Space, pin: int) -> None:
         """End a pin of this namespace."""

@@ -68,7 +68,7 @@ class Puts:
             self._stats.puts_busy += 1
             raise Busy(f"{MAX_OPEN_PUTS} puts are under way", retry_after_ms=100)
         if len(request.tokens) % space.tree.pages.token_bytes:
-            raise BadRequest(f"a put covers whole pages of {space.spec.page_tokens} tokens, not {len(request.tokens) / 4:g} tokens")
+            raise BadRequest(f"a put covers whole pages of {space.spec.label_words} tokens, not {len(request.tokens) / 4:g} tokens")
         check_parts(space.spec, request, base.pages + len(request.tokens) // space.tree.pages.token_bytes)
         put = Put(secrets.randbits(63), owner, space, request, self._arena, base.pages)
         self._check(put)
@@ -103,6 +103,8 @@ class Puts:
         pages = put.total_pages - request.first_page
         if len(request.put_id) != DIGEST_BYTES:
             raise BadRequest(f"the put id is {len(request.put_id)} bytes, not {DIGEST_BYTES}")
+        if space.spec.flat and (pages != 1 or request.first_page):
+            raise BadRequest("in a flat namespace every page stands alone: put one at a time")
         if not 0 < pages <= MAX_PUT_PAGES or request.first_page < put.base_pages:
             raise BadRequest(f"a put of the pages [{request.first_page}, {put.total_pages}): give 1 to {MAX_PUT_PAGES} after the base")
         others = [r for other in self.of_put_id(space, request.put_id) for r in other.request.ranges]

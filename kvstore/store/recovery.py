@@ -51,7 +51,7 @@ class Recovery:
         spaces = []
         for record in records:
             space = self._new_space(record.number, NamespaceSettings.from_dict(record.settings))
-            label_bytes = space.spec.page_tokens * 4 + KEY_BYTES
+            label_bytes = space.spec.label_words * 4 + KEY_BYTES
             groups, lost = await loop.run_in_executor(executor, journal.load, record.number, space.digest, label_bytes)
             result = space.load(groups)
             spaces.append(space)

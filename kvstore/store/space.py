@@ -48,6 +48,8 @@ class NamespaceSettings:
             raise BadRequest("the model fingerprint is empty: compute one, or give an explicit revision")
         if not 0 <= self.retention_s <= 10 * 365 * 86_400:
             raise BadRequest(f"retention_s is {self.retention_s}, not 0 to ten years")
+        if self.recipes and self.spec.hash_bytes:
+            raise BadRequest("recipes are made of token ids, and this namespace is given only digests")
         if not any(c.kind == "full" for c in self.spec.components):
             raise BadRequest("a KV spec has at least one component of kind full: it is what makes a page")
 
@@ -97,7 +99,7 @@ class Space:
         self.digest = settings.digest
         self.id = self.digest[:16].hex()
         self.max_ghosts = max_ghosts
-        self.tree = RadixTree(self.digest, self.spec.page_tokens, max_pages, ComponentRules.of(self.spec))
+        self.tree = RadixTree(self.digest, self.spec.label_words, max_pages, ComponentRules.of(self.spec))
         self.blobs = BlobTable(2 * max_pages)
         self.dropped = False
         self.end_holds: Callable[[Space, int], None]

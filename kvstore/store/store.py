@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES
-from kvstore.errors import Conflict, KVStoreError, MissingParent, NotFound, UnknownNamespace
+from kvstore.errors import BadRequest, Conflict, KVStoreError, MissingParent, NotFound, UnknownNamespace
 from kvstore.radix.journal import Journal
 from kvstore.radix.pages import DURABLE
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
@@ -257,12 +257,8 @@ class Store:
     def _end_holds(self, space: Space, slot: int) -> None:
         """The bytes of the page in `slot` are lost: leases hold only what is before it, and puts below it fail."""
         tree = space.tree
-        for kind in (self.leases, self.pins):
-            for lease in kind.of_space(space):
-                slots = tree.path_slots(tree.path_to(tree.pages.find_key(lease.boundary)))
-                if slot in slots:
-                    kept = int(np.flatnonzero(slots == slot)[0])
-                    kind.shorten(lease, tree.path_to(int(slots[kept - 1])) if kept else EMPTY_PATH)
+        self.leases.cut(space, slot)
+        self.pins.cut(space, slot)
         for put in [p for p in self._puts.of_space(space) if p.anchor is not None]:
             if slot in tree.path_slots(tree.path_to(tree.pages.find_key(put.anchor or b""))):
                 put.fail(MissingParent("a page before the put was lost: its bytes did not verify"))
@@ -347,7 +343,10 @@ class Store:
 
         With a `base`, a lease of this owner, the tokens are those after it.
         """
-        tokens, start = as_token_bytes(tokens), self._base_path(owner, space, base)
+        tokens = as_token_bytes(tokens)
+        if space.spec.flat:
+            return self._match_flat(space, tokens, extras, owner, lease_s, parts)
+        start = self._base_path(owner, space, base)
         tree, page_tokens = space.tree, space.spec.page_tokens
         known = tree.match(tokens, extras, start)
         path, usable = known, np.empty(0, np.int64)
@@ -364,18 +363,40 @@ class Store:
         lease = None
         if lease_s and path.pages:
             path = tree.open_path(path, tokens, extras, start.pages)
-            lease = self.leases.grant(owner, space, path, time.monotonic(), lease_s)
+            lease = self.leases.grant(owner, space, [path], time.monotonic(), lease_s)
             self._use(space, path)
         table, in_dram = part_table(space, tree.path_slots(path)) if parts else (None, -1)
         return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
+
+    def _match_flat(self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, parts: bool) -> Match:
+        """The longest front of a list of pages, each of which stands alone."""
+        tree, width = space.tree, space.tree.pages.token_bytes
+        paths: list[Path] = []
+        for at in range(0, len(labels) - width + 1, width):
+            page = at // width
+            path = tree.match(labels[at : at + width], {0: extras[page]} if page in extras else {})
+            if not path.pages:
+                break
+            paths.append(path)
+        slots = np.array([tree.path_slots(path)[0] for path in paths], np.int32)
+        count = space.tree.rules.longest(tree.pages.components[slots])
+        self.stats.matches += 1
+        lease = self.leases.grant(owner, space, paths[:count], time.monotonic(), lease_s) if lease_s and count else None
+        if lease is not None:
+            for slot in slots[:count]:
+                self._tick += 1
+                tree.touch(np.array([slot], np.int32), self._tick)
+        table, in_dram = part_table(space, slots[:count]) if parts else (None, -1)
+        usable = np.flatnonzero(space.tree.rules.usable(tree.pages.components[slots]))
+        return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable)
 
     def _base_path(self, owner: int, space: Space, base: int) -> Path:
         if not base:
             return EMPTY_PATH
         lease = self.leases.get(owner, base)
-        if lease.space is not space:
+        if lease.space is not space or space.spec.flat:
             raise NotFound(f"lease {base} does not exist in this namespace")
-        return space.tree.path_to(space.tree.pages.find_key(lease.boundary))
+        return space.tree.path_to(space.tree.pages.find_key(lease.boundaries[0]))
 
     def _use(self, space: Space, path: Path) -> None:
         self._tick += 1
@@ -414,10 +435,16 @@ class Store:
     def _usable_path(self, space: Space, tokens: bytes, extras: Extras) -> Path:
         """The longest usable prefix, its labels known from here on."""
         tokens = as_token_bytes(tokens)
-        path = space.tree.match(tokens, extras)
+        path = self._known_path(space, tokens, extras)
         if space.tree.rules.optional:
             path = space.tree.shorten(path, space.tree.rules.longest(space.tree.pages.components[space.tree.path_slots(path)]))
         return space.tree.open_path(path, tokens, extras)
+
+    @staticmethod
+    def _known_path(space: Space, tokens: bytes, extras: Extras) -> Path:
+        if space.spec.flat and len(tokens) > space.spec.hash_bytes:
+            raise BadRequest("in a flat namespace every page stands alone: name one at a time")
+        return space.tree.match(tokens, extras)
 
     async def prefetch(self, space: Space, tokens: bytes, extras: Extras, first: int = 0, last: int = -1) -> tuple[int, int, int]:
         """Bring the pages [first, last) of the longest usable prefix into DRAM. Returns pages, and blobs and bytes brought up."""
@@ -436,11 +463,11 @@ class Store:
 
     def abandon(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
         """Make what only this context uses, from a page on, the first to go. Returns its pages."""
-        return self._prefixes.abandon(space, space.tree.match(as_token_bytes(tokens), extras), from_page)
+        return self._prefixes.abandon(space, self._known_path(space, as_token_bytes(tokens), extras), from_page)
 
     async def delete(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
         """Delete a prefix from a page on, with all below it, on every tier. Returns the pages."""
-        return await self._prefixes.delete(space, space.tree.match(as_token_bytes(tokens), extras), from_page)
+        return await self._prefixes.delete(space, self._known_path(space, as_token_bytes(tokens), extras), from_page)
 
     # --- writing -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.api.wire import Component, Conflict, KVSpec, NotFound, PartRange
+from kvstore.api.wire import BadRequest, Component, Conflict, KVSpec, NotFound, PartRange
 from kvstore_client import AsyncClient, Namespace, PutResult, Session
 from kvstore_workers.daemon_process import DaemonProcess
 
@@ -187,3 +187,43 @@ async def test_prefetch_brings_up_what_is_on_ssd(tmp_path_factory: pytest.TempPa
             assert await namespace.prefetch(tokens(8)) == 2 * (PAGES - 2) + 2 * 3 + 2 * 1
             assert (await namespace.match(tokens(8), lease_s=0)).dram_pages == PAGES
             await read_all(namespace, 8, PartRange(FULL, 0, 8, 0, 8))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+async def test_pages_named_by_an_engines_digests(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory, flat: bool) -> None:
+    spec = KVSpec(256, (Component("full", 2, 1, 8),), hash_bytes=20, flat=flat)
+    digests = [bytes([number]) * 20 for number in range(6)]
+    data = np.random.default_rng(9).integers(0, 256, (6, spec.page_bytes), dtype=np.uint8)
+    folder = tmp_path_factory.mktemp("digests")
+    with DaemonProcess(folder, "--dram", "64MiB", "--ssd", "256MiB") as own:
+        async with AsyncClient(own.endpoint, timeout=20) as client:
+            namespace = await client.namespace("digests", "rev-1", spec)
+            assert (await namespace.put(b"".join(digests[:4]), data[:4], durable=True)).new_pages == 4
+            lone = await namespace.put(digests[5], data[5])
+            assert lone.new_pages == 1
+            if flat:
+                assert (await namespace.put(b"".join(digests[2:5]), data[2:5], durable=True)) == PutResult(1, 2, 0)
+    with DaemonProcess(folder, "--dram", "64MiB", "--ssd", "256MiB") as own:
+        async with AsyncClient(own.endpoint, timeout=20) as client:
+            namespace = await client.namespace("digests")
+            async with await namespace.match(b"".join(digests)) as match:
+                assert (match.pages, match.tokens) == ((6, 6 * 256) if flat else (4, 4 * 256))
+                out = np.zeros_like(data[: match.pages])
+                await namespace.fetch(match, out)
+                assert np.array_equal(out, data[: match.pages])
+                with pytest.raises(Conflict):
+                    await namespace.delete(digests[0])
+            from_the_third = await namespace.match(b"".join(digests[2:]), lease_s=0)
+            assert from_the_third.pages == (4 if flat else 0)
+            await namespace.delete(digests[3] if flat else b"".join(digests[:4]), from_page=0 if flat else 3)
+            assert (await namespace.match(b"".join(digests), lease_s=0)).pages == 3
+
+
+async def test_short_digests_and_recipes_of_digests_are_refused(namespace: Namespace) -> None:
+    full = (Component("full", 2, 1, 8),)
+    with pytest.raises(BadRequest, match="digests have 16"):
+        KVSpec(256, full, hash_bytes=8)
+    with pytest.raises(BadRequest, match="recipes"):
+        await namespace.client.namespace("x", "rev-1", KVSpec(256, full, hash_bytes=16), recipes=True)
+    with pytest.raises(BadRequest, match="flat"):
+        KVSpec(256, full, flat=True)
