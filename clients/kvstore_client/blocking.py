@@ -7,11 +7,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from kvstore.api.wire import KVSpec, PartRange
+from kvstore_client.blocking_streams import Follower, PutStream, Session
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.namespace import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
-from kvstore_client.namespace import PutResult
+from kvstore_client.namespace import OnGroup, PutResult
+from kvstore_client.session import Session as AsyncSession
 from kvstore_client.tokens import Extras, Tokens
+from kvstore_client.transfer import Progress
 
 T = TypeVar("T")
 
@@ -137,26 +140,82 @@ class Namespace:
         self._client.run(self.inner.drop())
 
     def match(
-        self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, extras: Extras | None = None, timeout: float | None = None
-    ) -> Match:
-        """The longest prefix in the store (see the asynchronous Namespace.match)."""
-        found = self.inner.match(tokens, lease_s=lease_s, parts=parts, extras=extras, timeout=timeout)
+        self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
+        extras: Extras | None = None, timeout: float | None = None,
+    ) -> Match:  # fmt: skip
+        """The longest usable prefix in the store (see the asynchronous Namespace.match)."""
+        found = self.inner.match(
+            tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base.inner if base else None, extras=extras, timeout=timeout
+        )
         return Match(self._client, self._client.run(found))
 
     def fetch(
-        self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, timeout: float | None = None
-    ) -> int:
-        """Fetch matched pages into `out` (see the asynchronous Namespace.fetch)."""
-        return self._client.run(self.inner.fetch(match.inner, out, pages=pages, wanted=wanted, timeout=timeout))
+        self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
+        on_group: OnGroup | None = None, progress: Progress | None = None, timeout: float | None = None,
+    ) -> int:  # fmt: skip
+        """Fetch matched pages into `out` (see the asynchronous Namespace.fetch). Callbacks run in the client's thread."""
+        return self._client.run(
+            self.inner.fetch(
+                match.inner,
+                out,
+                pages=pages,
+                wanted=wanted,
+                group_layers=group_layers,
+                on_group=on_group,
+                progress=progress,
+                timeout=timeout,
+            )
+        )
 
     def put(
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
         spans: tuple[tuple[int, int], ...] | None = None, durable: bool = False, whole_s: float = 0.0,
-        extras: Extras | None = None, put_id: bytes | None = None, timeout: float | None = None,
+        base: Match | None = None, extras: Extras | None = None, put_id: bytes | None = None, progress: Progress | None = None,
+        timeout: float | None = None,
     ) -> PutResult:  # fmt: skip
         """Put pages (see the asynchronous Namespace.put)."""
         putting = self.inner.put(
             tokens, data, first_page=first_page, parts=parts, spans=spans, durable=durable, whole_s=whole_s, extras=extras,
-            put_id=put_id, timeout=timeout,
+            base=base.inner if base else None, put_id=put_id, progress=progress, timeout=timeout,
         )  # fmt: skip
         return self._client.run(putting)
+
+    def stream_put(
+        self, tokens: Tokens, *, first_page: int = 0, part: PartRange | None = None, durable: bool = False, whole_s: float = 0.0,
+        extras: Extras | None = None, put_id: bytes | None = None,
+    ) -> PutStream:  # fmt: skip
+        """A put whose layers are sent as they are computed (see the asynchronous Namespace.stream_put)."""
+        inner = self.inner.stream_put(
+            tokens, first_page=first_page, part=part, durable=durable, whole_s=whole_s, extras=extras, put_id=put_id
+        )
+        return PutStream(self._client.run, inner)
+
+    def follow(self, put_id: bytes, *, wanted: PartRange | None = None, timeout: float | None = None) -> Follower:
+        """Read what a computation is putting while it does (see the asynchronous Namespace.follow)."""
+        return Follower(self._client.run, self.inner.follow(put_id, wanted=wanted, timeout=timeout))
+
+    def session(self, *, lease_s: float = 60.0) -> Session:
+        """A conversation that grows: only new tokens travel (see the asynchronous Session)."""
+        return Session(self._client.run, AsyncSession(self.inner, lease_s=lease_s))
+
+    def prefetch(
+        self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, timeout: float | None = None
+    ) -> int:
+        """Bring pages into the daemon's DRAM (see the asynchronous Namespace.prefetch)."""
+        return self._client.run(self.inner.prefetch(tokens, pages=pages, extras=extras, timeout=timeout))
+
+    def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:
+        """Keep a prefix from being evicted (see the asynchronous Namespace.pin)."""
+        return self._client.run(self.inner.pin(tokens, ttl_s, extras=extras, timeout=timeout))
+
+    def unpin(self, pin: int, timeout: float | None = None) -> None:
+        """End a pin."""
+        self._client.run(self.inner.unpin(pin, timeout))
+
+    def abandon(self, tokens: Tokens, *, from_page: int = 0, extras: Extras | None = None, timeout: float | None = None) -> int:
+        """Say that a context will not be used again (see the asynchronous Namespace.abandon)."""
+        return self._client.run(self.inner.abandon(tokens, from_page=from_page, extras=extras, timeout=timeout))
+
+    def delete(self, tokens: Tokens, *, from_page: int = 0, extras: Extras | None = None, timeout: float | None = None) -> int:
+        """Delete a prefix from a page on (see the asynchronous Namespace.delete)."""
+        return self._client.run(self.inner.delete(tokens, from_page=from_page, extras=extras, timeout=timeout))

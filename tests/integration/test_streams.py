@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.api.wire import BadRequest, Component, KVSpec, NotFound, PartRange
-from kvstore_client import AsyncClient, Namespace
+from kvstore_client import AsyncClient, Client, Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.raw import wait_for_baseline
 
@@ -223,3 +223,33 @@ async def test_what_a_stream_can_not_do_is_said(namespace: Namespace) -> None:
         async with namespace.stream_put(tokens(8)) as put:
             await put.commit()
     assert (await namespace.match(tokens(8), lease_s=0)).pages == 0
+
+
+def test_the_blocking_client_streams_too(daemon: DaemonProcess) -> None:
+    data = content(20)
+    with Client(daemon.endpoint, timeout=20) as producer, Client(daemon.unix_endpoint, timeout=20) as consumer:
+        namespace, theirs = producer.namespace("streams", "rev-1", SPEC), consumer.namespace("streams")
+        out = np.zeros_like(data)
+        with namespace.stream_put(tokens(20)) as put:
+            assert put.pages == (0, PAGES)
+            with theirs.follow(put.put_id) as follower:
+                for low, high in GROUPS:
+                    put.send(low, high, np.ascontiguousarray(data[:, low:high]))
+                assert follower.fetch(out) == data.nbytes
+                assert put.commit().new_pages == PAGES
+                follower.committed()
+        assert np.array_equal(out, data)
+        with theirs.session() as session:
+            assert session.extend(tokens(20)) == PAGES
+            again = np.zeros_like(data)
+            session.fetch(again)
+            assert np.array_equal(again, data)
+            session.extend(np.arange(SPEC.page_tokens, dtype=np.uint32))
+            assert session.put(data[0]).new_pages == 1
+            assert session.abandon(PAGES) == 1
+        pin, pages = theirs.pin(tokens(20), 60)
+        assert pages == PAGES
+        theirs.unpin(pin)
+        assert theirs.prefetch(tokens(20)) == 0
+        assert theirs.abandon(tokens(20)) == 0, "another context goes on from here"
+        assert theirs.delete(tokens(20)) == PAGES + 1
