@@ -3,14 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ORACLE := .venv-oracle
 
-.PHONY: demo test lint format bench lock clean
+.PHONY: demo test test-oracle lint format bench lock clean
 
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-oracle: $(ORACLE)/.installed ## Compare the hybrid match with SGLang's cache on random sequences (see docs/testing.md)
+	$(ORACLE)/bin/python -m tests.oracle $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .
@@ -37,5 +41,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt -e '.[server,dev]'
 	@touch $@
 
+$(ORACLE)/.installed: tests/oracle/requirements.txt tests/oracle/sglang.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstore needs Python 3.11 or later; say which with make PYTHON=...")'
+	$(PYTHON) -m venv $(ORACLE)
+	@echo "installing SGLang in $(ORACLE), some minutes and 6 GB"
+	@$(ORACLE)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/oracle/requirements.txt \
+	&& $(ORACLE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/oracle/sglang.txt \
+	|| { echo "test-oracle: SGLang can't be installed from the package index that pip is set up for; NOTHING WAS COMPARED" >&2; exit 2; }
+	@touch $@
+
 clean: ## Remove what the targets made
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
