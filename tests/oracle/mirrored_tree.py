@@ -28,8 +28,7 @@ class MirroredTree:
         self._bit = {part: 1 << index for index, part in enumerate(optional, start=1)}
         self._optional_ranges = tuple(spec.whole(index) for index in range(1, len(components)))
         self._ranges = (PartRange(0, 0, 1, 0, 1), PartRange(0, 1, 2, 0, 1), *self._optional_ranges)
-        self._rules = ComponentRules.of(spec)
-        self._tree = RadixTree(ROOT_KEY, setting.page_tokens, CAPACITY, self._rules)
+        self._tree = RadixTree(ROOT_KEY, setting.page_tokens, CAPACITY, ComponentRules.of(spec))
         self._content: Content = {}
         self._pins: list[bytes] = []
         self._buries = False
@@ -41,15 +40,23 @@ class MirroredTree:
         return self._tree.match(tokens).pages
 
     def longest(self, tokens: bytes) -> int:
-        """The longest usable boundary, in pages."""
-        return self._rules.longest(self._masks(tokens))
+        """The longest usable boundary, in pages, as the store finds it. A match from there on must end where the first did."""
+        tree = self._tree
+        known = tree.match(tokens)
+        slots = tree.path_slots(known)
+        path = tree.shorten(known, tree.rules.longest(tree.pages.components[slots]))
+        assert tree.path_slots(path).tolist() == slots[: path.pages].tolist(), "a path was not shortened to its first pages"
+        if path.pages:
+            base = tree.path_to(tree.pages.find_key(tree.key_at(path)))
+            rest = tree.match(tokens[path.pages * self.setting.page_bytes :], {}, base)
+            assert tree.path_slots(rest).tolist() == slots.tolist(), "a match from a boundary on ends elsewhere"
+        return path.pages
 
     def usable(self, tokens: bytes) -> set[int]:
         """All usable boundaries."""
-        return set(np.flatnonzero(self._rules.usable(self._masks(tokens))).tolist())
-
-    def _masks(self, tokens: bytes) -> "np.ndarray[tuple[int], np.dtype[np.uint16]]":
-        return self._tree.pages.components[self._tree.path_slots(self._tree.match(tokens))]
+        tree = self._tree
+        masks = tree.pages.components[tree.path_slots(tree.match(tokens))]
+        return set(np.flatnonzero(tree.rules.usable(masks)).tolist())
 
     # --- following --------------------------------------------------------------------------------------------------------
 
