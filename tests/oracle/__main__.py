@@ -76,13 +76,14 @@ def report_failure(cache: Cache, storage: LookUp, setting: Setting, steps: list[
     print(f"  {(again(least) or failed)[1]}\n", flush=True)
 
 
-def report(rows: list[tuple[Setting, Tally]], seconds: float) -> None:
-    """Print what was compared."""
-    total = Tally()
-    print(f"\n{'setting':48} {'sequences':>9} {'steps':>8} {'compared':>9} {'cut short':>9} {'known fault':>11}")
-    for setting, tally in rows:
-        total.add(tally)
-        print(f"{setting.name:48} {tally.sequences:9,} {tally.steps:8,} {tally.comparisons:9,} {tally.short:9,} {tally.known_faults:11,}")
+def report_row(setting: Setting, tally: Tally) -> None:
+    """Print what was compared in one setting."""
+    counts = f"{tally.sequences:9,} {tally.steps:10,} {tally.comparisons:9,} {tally.short:9,} {tally.known_faults:11,}"
+    print(f"{setting.name:48} {counts}", flush=True)
+
+
+def report_total(total: Tally, seconds: float) -> None:
+    """Print what was compared in all of them."""
     print(
         f"\n{total.sequences:,} sequences of {total.steps:,} operations in {seconds:.0f} s"
         f" ({total.inserts:,} inserts, {total.evictions:,} evictions).\n"
@@ -108,12 +109,14 @@ def main() -> int:
         return 2
     each = -(-options.sequences // len(SETTINGS))
     print(f"seed {options.seed!r}: {each} sequences in each of {len(SETTINGS)} settings", flush=True)
-    good, rows, start = runner.control(), [], time.monotonic()
+    good, total, start = runner.control(), Tally(), time.monotonic()
+    print(f"\n{'setting':48} {'sequences':>9} {'operations':>10} {'compared':>9} {'cut short':>9} {'known fault':>11}")
     for setting in SETTINGS:
         tally, agreed = runner.compare(setting, each)
-        rows.append((setting, tally))
+        report_row(setting, tally)
+        total.add(tally)
         good = good and agreed
-    report(rows, time.monotonic() - start)
+    report_total(total, time.monotonic() - start)
     print("They agree." if good else "They do NOT agree.")
     return 0 if good else 1
 

@@ -82,7 +82,7 @@ class Comparison:
     at: int = 0
 
     def run(self, steps: Sequence[Step]) -> Tally:
-        """Run the steps from an empty start; raises Disagreement, or AssertionError from either side's own check."""
+        """Run the steps from an empty start; raises Disagreement, AssertionError from either side's own check, or what a side raises."""
         self.cache.reset()
         tree = MirroredTree(self.rule)
         for step in steps:
@@ -177,4 +177,6 @@ def failure(comparison: Comparison, steps: Sequence[Step]) -> tuple[str, str] | 
         return found.kind, str(found)
     except AssertionError as found:
         return "check", f"check at step {comparison.at}: {found}"
+    except Exception as found:  # noqa: BLE001  (whatever either side raises is a finding, to be shrunk like any other)
+        return type(found).__name__, f"{type(found).__name__} at step {comparison.at}: {found}"
     return None

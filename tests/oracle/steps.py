@@ -100,7 +100,7 @@ class _Maker:
     def change(self) -> Step:
         kinds = [FULL_KIND] + [WINDOW_KIND] * 2 * bool(self.setting.window) + [STATE_KIND] * 2 * self.setting.state
         draw = self.rng.random()
-        if draw < 0.5:
+        if draw < 0.42:
             return self.insert()
         if draw < 0.75:
             return Evict(self.rng.choice(kinds), self.rng.randint(1, 5))

@@ -38,10 +38,10 @@ class RootlessLookUp:
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
 def test_the_tree_agrees_with_the_plain_rule(setting: Setting) -> None:
     total = Tally()
-    for number in range(12):
+    for number in range(8):
         total.add(Comparison(ModelCache(setting), setting, setting).run(make_steps(setting, f"suite/{number}")))
-    assert total.longest > 300
-    assert (total.short > 10) == (setting.window > 0 or setting.state), "the rule had nothing to do"
+    assert total.longest > 200
+    assert (total.short > 5) == (setting.window > 0 or setting.state), "the rule had nothing to do"
 
 
 def test_a_wrong_rule_is_found_out_and_shrunk() -> None:
@@ -62,15 +62,15 @@ def test_a_wrong_rule_is_found_out_and_shrunk() -> None:
 
 
 def test_the_known_fault_is_left_out_and_counted() -> None:
-    total = Tally()
-    for number in range(12):
-        total.add(Comparison(ModelCache(HYBRID), HYBRID, HYBRID, RootlessLookUp(HYBRID)).run(make_steps(HYBRID, f"fault/{number}")))
+    setting, total = SETTINGS[3], Tally()
+    for number in range(8):
+        total.add(Comparison(ModelCache(setting), setting, setting, RootlessLookUp(setting)).run(make_steps(setting, f"fault/{number}")))
     assert 0 < total.known_faults < total.stored_boundaries
 
 
 def test_nothing_but_the_known_fault_is_left_out() -> None:
     look_up = RootlessLookUp(HYBRID, blind=True)
-    sequences = [make_steps(HYBRID, f"blind/{number}") for number in range(12)]
+    sequences = [make_steps(HYBRID, f"blind/{number}") for number in range(8)]
     failures = [failure(Comparison(ModelCache(HYBRID), HYBRID, HYBRID, look_up), steps) for steps in sequences]
     assert {kind for kind, _ in filter(None, failures)} == {"stored boundaries"}
 
