@@ -36,6 +36,9 @@ def _has(tree: TreeStructure, slot: int, rule: Optional) -> bool:
 
 def _branches(tree: TreeStructure, path: Path, first: int, end: int) -> bool:
     """Whether any page of [first, end) is followed by a page with the component that is not on the path before `end`."""
+    tail = path.nodes[-1]
+    if end == path.pages and path.tail < tree.nodes.count[tail] and not tree.pages.flags[tree.nodes.start[tail] + path.tail] & GHOST:
+        return True  # what goes on there, in the same node, is not what was taken out
     for number, node in enumerate(path.nodes):
         last = tree.nodes.depth[node] + tree.nodes.count[node]
         if first < last <= end:
