@@ -5,6 +5,7 @@ there it takes the start of the list for the root. That is the known fault.
 """
 
 from hashlib import blake2b
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -19,7 +20,8 @@ class OracleStorage:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._directory = TemporaryDirectory(prefix="kvstore-oracle-")
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a great many tiny files
+        self._directory = TemporaryDirectory(prefix="kvstore-oracle-", dir=memory)
         config = HiCacheStorageConfig(
             tp_rank=0,
             tp_size=1,
