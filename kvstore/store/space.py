@@ -182,11 +182,13 @@ class Space:
 
     def remove_page(self, slot: int, *, ghosts: bool = True) -> int:
         """Remove a page and its subtree from the tree, and what only they needed from the tiers. Returns pages removed."""
-        above = self.tree.path_to(slot)
+        path = self.tree.path_to(slot)
+        above = self.tree.key_at(self.tree.shorten(path, path.pages - 1))
         removed = self.tree.bury(slot) if ghosts and self.max_ghosts else self.tree.remove(slot)
         self._give_up(removed)
         self.stats.dropped_pages += removed.pages
-        self._drop_useless(self.tree.shorten(above, above.pages - 1))
+        if self.tree.rules.optional and (at := self.tree.pages.find_key(above)) >= 0:
+            self._drop_useless(self.tree.path_to(at))
         if self.tree.ghost_count > self.max_ghosts:
             self.forget_ghosts(self.tree.ghost_count - self.max_ghosts + self.max_ghosts // 16)
         return removed.pages

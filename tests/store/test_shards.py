@@ -131,8 +131,9 @@ ranks = st.sampled_from([0, 1, 1, 0, None])
 class ShardMachine(RuleBasedStateMachine):
     """The model: what each rank of each computation ever put, and the boundaries that were acknowledged as durable."""
 
-    @initialize(recipes=st.booleans())
-    def start(self, recipes: bool) -> None:
+    @initialize(recipes=st.booleans(), max_ghosts=st.sampled_from([0, 20]))
+    def start(self, recipes: bool, max_ghosts: int) -> None:
+        self.max_ghosts = max_ghosts
         self.folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
         self.generation = 0
         self.loop = asyncio.new_event_loop()
@@ -152,7 +153,7 @@ class ShardMachine(RuleBasedStateMachine):
         return self.folder / str(self.generation)
 
     def open(self) -> None:
-        self.store = self.run(Store(config(self.data_dir)).__aenter__())
+        self.store = self.run(Store(config(self.data_dir, max_ghosts=self.max_ghosts)).__aenter__())
         self.leases = []
         self.pins: list[int] = []
 
