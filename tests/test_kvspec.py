@@ -49,6 +49,8 @@ def test_a_namespace_differs_in_whatever_the_bytes_depend_on() -> None:
         {"components": [{"kind": "full", "layers": 60000, "kv_heads": 60000, "head_dim": 60000}]},
         {"components": [{"layers": 1}]},
         {"surprise": 1},
+        {"group_layers": -1},
+        {"components": [{"kind": "full", "layers": 65535, "kv_heads": 1, "head_dim": 8}], "group_layers": 1},
     ],
 )
 def test_a_bad_spec_is_refused(bad: dict[str, object]) -> None:
