@@ -11,7 +11,7 @@ from kvstore.kvspec import Component, KVSpec, PartRange, namespace_digest
 from kvstore.store.pending import overlap, whole_components
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 256), st.integers(1, 64), st.sampled_from([4096, 65536, 1 << 20]))
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 128), st.integers(1, 64), st.sampled_from([8192, 65536, 1 << 20]))
 def test_slices_tile_the_part_at_layer_boundaries(layers: int, heads: int, head_dim: int, page_tokens: int, limit: int) -> None:
     spec = KVSpec(page_tokens, (Component("full", layers, heads, head_dim),), max_slice_bytes=limit)
     layout, layer = spec.slice_layout(spec.whole()), spec.layer_bytes(spec.whole())
