@@ -76,7 +76,8 @@ class Config(BaseModel):
     put_wait: float = Field(1.0, ge=0, le=60, description="seconds a put waits for room before it gets `busy`")
     put_idle: float = Field(60.0, gt=0, le=3600, description="seconds without a slice after which a put is dropped")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="seconds a clean stop may spend on flushing")
-    segment: Size = Field(64 << 20, ge=1 << 16, description="size of a DRAM segment")
+    segment: Size = Field(64 << 20, ge=1 << 16, description="most bytes of a DRAM segment")
+    move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
     extent: int = Field(DEFAULT_EXTENT_BYTES, ge=2032, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
     reader_threads: int = Field(4, ge=1, le=64, description="threads that read from SSD")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
@@ -108,6 +109,7 @@ class Config(BaseModel):
             shutdown_s=self.shutdown_timeout,
             segment_bytes=self.segment,
             extent_bytes=self.extent,
+            move_share=self.move_share,
             reader_threads=self.reader_threads,
         )
 

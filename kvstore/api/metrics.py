@@ -38,7 +38,10 @@ class StoreCollector(Collector):
             pages.add_metric([space.id], space.tree.page_count)
             blobs.add_metric([space.id], space.blobs.count)
         yield from (pages, blobs)
+        segments, reserved = self._store.dram_segments
         for name, text, value in (
+            ("dram_segments", "DRAM segments", segments),
+            ("dram_reserved_bytes", "Bytes of DRAM segments, free slots included", reserved),
             ("leases", "Leases held by clients", len(self._store.leases)),
             ("puts_open", "Puts under way", self._store.puts_open),
             ("writeback_backlog_pages", "Pages waiting to be written to SSD", self._store.backlog),

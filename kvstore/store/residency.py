@@ -11,15 +11,19 @@ from kvstore.errors import Busy, Corrupt, NoSpace, NotFound
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
+from kvstore.store.vacate import Vacator
+from kvstore.store.waits import finish_despite_cancel
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT
-from kvstore.tiers.dram import Arena, SlotClass, create_segment
+from kvstore.tiers.dram import Arena, Room, SlotClass, make_segment
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.watermarks import Watermarks
 
 _log = logging.getLogger("kvstore.mover")
 _STAGING_BLOBS = 4
 _ROOM_POLL_S = 0.05
+_IDLE_S = 20.0
+"""A segment that has been empty for this long to twice as long is given back."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +47,7 @@ class Residency:
 
     def __init__(
         self, arena: Arena, blob_file: BlobFile, readers: Executor, spaces: Callable[[], Iterable[Space]],
-        stats: Stats, watermarks: Watermarks, wait_s: float,
+        stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
@@ -52,6 +56,7 @@ class Residency:
         self._stats = stats
         self._watermarks = watermarks
         self._wait_s = wait_s
+        self._vacator = vacator
         self._demand = 0
         self._wake = asyncio.Event()
         self._room = asyncio.Condition()
@@ -71,6 +76,7 @@ class Residency:
         slot_class = Arena.slot_class(space.settings.tenant, nbytes)
         if slot_class.slot_bytes > self._arena.capacity:
             raise NoSpace(f"{nbytes} bytes do not fit into a DRAM tier of {self._arena.capacity}")
+        self._vacator.asked(slot_class.slot_bytes)
         slot = self._arena.allocate(slot_class)
         if slot is None:
             slot = await self._wait_for_slot(slot_class, self._wait_s if wait_s is None else wait_s)
@@ -81,12 +87,12 @@ class Residency:
     async def _wait_for_slot(self, slot_class: SlotClass, wait_s: float) -> int:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        self._demand += slot_class.slot_bytes
+        demand = 0
         try:
             while True:
                 if (slot := self._arena.allocate(slot_class)) is not None:
                     return slot
-                if await self._grow(slot_class):
+                if await self._find_room(slot_class, max(0.0, deadline - loop.time()), evicting=demand > 0):
                     continue
                 if loop.time() >= deadline:
                     usage = self._arena.usage()
@@ -94,34 +100,50 @@ class Residency:
                         f"no DRAM free for {slot_class.slot_bytes} bytes ({usage.used} of {usage.capacity} in use)",
                         retry_after_ms=max(50, int(1000 * wait_s)),
                     )
+                if not demand:
+                    demand = slot_class.slot_bytes
+                    self._demand += demand
                 self._wake.set()
                 # In steps: room also comes from leases that end and puts that are dropped, which announce nothing.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_ROOM_POLL_S), self._room:
                         await self._room.wait()
         finally:
-            self._demand -= slot_class.slot_bytes
+            self._demand -= demand
 
-    async def _grow(self, slot_class: SlotClass) -> bool:
+    async def _find_room(self, slot_class: SlotClass, wait_s: float, *, evicting: bool) -> bool:
+        """Get room for more slots without evicting anything. Returns whether it is worth to try for a slot again.
+
+        Above the high mark blobs are moved only if evicting did not help: the mover is about to free more than a slot.
+        """
+        if await self._grow(slot_class, whole=True):
+            return True
+        full = self._watermarks.above_high(self._arena.usage())
+        if wait_s and (evicting or not full) and await self._vacator.make_room(slot_class.slot_bytes, wait_s):
+            return True
+        return await self._grow(slot_class)
+
+    async def _grow(self, slot_class: SlotClass, *, whole: bool = False) -> bool:
         """Add a segment, if there is room for one. Callers that want the same kind share one."""
         task = self._growing.get(slot_class)
         if task is None:
-            slots = self._arena.reserve_segment(slot_class)
-            if not slots:
+            room = self._arena.reserve_segment(slot_class, whole=whole)
+            if room is None:
                 return False
-            task = asyncio.create_task(self._add_segment(slot_class, slots))
+            task = asyncio.create_task(self._add_segment(room))
             self._growing[slot_class] = task
             task.add_done_callback(lambda _: self._growing.pop(slot_class, None))
         await asyncio.shield(task)
         return True
 
-    async def _add_segment(self, slot_class: SlotClass, slots: int) -> None:
+    async def _add_segment(self, room: Room) -> None:
         try:
-            segment = await asyncio.get_running_loop().run_in_executor(self._readers, create_segment, slot_class, slots)
+            segment = await asyncio.get_running_loop().run_in_executor(self._readers, make_segment, room)
         except OSError as error:
-            self._arena.cancel_segment(slot_class, slots)
-            raise NoSpace(f"the machine has no memory for a segment of {slots * slot_class.slot_bytes} bytes: {error}") from error
-        self._arena.add_segment(segment)
+            self._arena.cancel_segment(room)
+            raise NoSpace(f"the machine has no memory for a segment of {room.nbytes} bytes: {error}") from error
+        self._arena.add_segment(room, segment)
+        self._vacator.keep_headroom()
 
     async def announce_room(self) -> None:
         """Slots were freed: let those who wait try again."""
@@ -200,7 +222,7 @@ class Residency:
         )
         try:
             # Shielded: the thread writes into `target` until it is done, so the slot must not be freed before.
-            await _finish_despite_cancel(read)
+            await finish_despite_cancel(read)
         except NotFound as error:
             self._stats.corrupt_blobs += isinstance(error, Corrupt)
             _log.error("dropping the pages of a lost blob: %s", error.message)
@@ -235,23 +257,35 @@ class Residency:
     @property
     def moving(self) -> bool:
         """Whether the mover is at work, or about to be."""
-        return self._moving or self._wake.is_set()
+        return self._moving or self._wake.is_set() or self._vacator.busy
 
     # --- the mover -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Demote and free the coldest pages whenever usage passes the high mark, down to the low one."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            self._moving = True
-            while (wanted := self._watermarks.excess(self._arena.usage(), self._demand)) > 0:
-                freed = await self._reclaim(wanted)
-                await self.announce_room()
-                await asyncio.sleep(0.001)  # those who wait take their slots before anything more is evicted
-                if freed <= 0:
-                    break
-            self._moving = False
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(_IDLE_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    await self._vacator.give_back(self._arena.retire_idle())
+                    continue
+                await self._run_once()
+        finally:
+            await self._vacator.stop()
+
+    async def _run_once(self) -> None:
+        self._wake.clear()
+        self._moving = True
+        while (wanted := self._watermarks.excess(self._arena.usage(), self._demand)) > 0:
+            freed = await self._reclaim(wanted)
+            await self.announce_room()
+            await asyncio.sleep(0.001)  # those who wait take their slots before anything more is evicted
+            if freed <= 0:
+                break
+        self._moving = False
+        self._vacator.keep_headroom()
 
     async def _reclaim(self, wanted: int) -> int:
         freed, pending = 0, []
@@ -295,21 +329,3 @@ class Residency:
                 break
             freed += evict_ssd(space, wanted - freed, now, self._blob_file.footprint)
         return freed
-
-
-async def _finish_despite_cancel(future: "asyncio.Future[None]") -> None:
-    """Await a future that can't be interrupted; a cancellation takes effect only once it is done."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError as error:
-            if future.cancelled():
-                raise
-            cancelled = error
-        except Exception:  # noqa: BLE001 - raised by future.result() below
-            break
-    if cancelled is not None:
-        future.exception()
-        raise cancelled
-    future.result()

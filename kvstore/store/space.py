@@ -28,6 +28,9 @@ WANTED = 2
 """Page flag: part of a batch being put together, so not to be evicted from SSD to make room for it."""
 ALL = 0xFFFF
 """The mask of all components."""
+OWNER_SHIFT = 32
+OWNER_ROW = (1 << OWNER_SHIFT) - 1
+"""A DRAM slot's owner, as the arena notes it: the namespace's number, then the blob's row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class Space:
     def set_slot(self, row: int, slot: int) -> None:
         """Record that a blob is in a DRAM slot."""
         self.blobs.slot[row] = slot
+        self._arena.set_owner(slot, self.number << OWNER_SHIFT | row)
         self.resident_bytes += self._arena.slot_bytes(slot)
 
     def clear_slot(self, row: int) -> int:

@@ -33,10 +33,12 @@ from kvstore.store.recovery import Recovery
 from kvstore.store.residency import Held, Residency
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.stats import Stats
+from kvstore.store.vacate import Vacator
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES, BlobFile
+from kvstore.tiers.vacating import MoveBudget
 from kvstore.tiers.watermarks import Watermarks
 
 _log = logging.getLogger("kvstore.store")
@@ -66,6 +68,7 @@ class StoreConfig:
     segment_bytes: int = 64 << 20
     extent_bytes: int = DEFAULT_EXTENT_BYTES
     reader_threads: int = 4
+    move_share: float = 0.5
     journal_bytes: int = 16 << 30
 
 
@@ -148,9 +151,11 @@ class Store:
 
     def _wire_up(self) -> None:
         config = self.config
+        budget = MoveBudget(config.move_share, config.dram_bytes // 20, config.dram_bytes // 8)
         self._residency = Residency(
-            self._arena, self._blob_file, self._readers, self._spaces.values, self.stats, config.watermarks, config.put_wait_s
-        )
+            self._arena, self._blob_file, self._readers, self._spaces.values, self.stats, config.watermarks, config.put_wait_s,
+            Vacator(self._arena, self._readers, self._spaces.values, self.stats, budget),
+        )  # fmt: skip
         self._writeback = Writeback(
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
             lambda wanted: self._residency.make_ssd_room(wanted, time.time()), self._arena.view, config.batch_bytes,
@@ -498,6 +503,11 @@ class Store:
     def usage(self) -> dict[str, Usage]:
         """Usage by tier."""
         return {"dram": self._arena.usage(), "ssd": self._blob_file.usage()}
+
+    @property
+    def dram_segments(self) -> tuple[int, int]:
+        """DRAM segments that exist, and the bytes reserved for them."""
+        return self._arena.segment_count, self._arena.reserved
 
     async def settle(self) -> None:
         """Wait until nothing is being moved, written or deleted."""
