@@ -113,7 +113,6 @@ class ControlPlane:
     async def _stat(self, request: web.Request) -> web.Response:
         store = self._store
         assert self.ready is not None
-        segments, reserved = store.dram_segments
         return web.json_response(
             {
                 "version": __version__,
@@ -121,7 +120,7 @@ class ControlPlane:
                 "uptime_s": round(time.monotonic() - self.started, 3),
                 "endpoints": self.endpoints,
                 "tiers": {name: dataclasses.asdict(usage) for name, usage in store.usage().items()},
-                "dram_segments": {"count": segments, "reserved": reserved},
+                "dram_segments": dataclasses.asdict(store.dram_segments),
                 "totals": dataclasses.asdict(store.stats),
                 "leases": len(store.leases),
                 "puts_open": store.puts_open,

@@ -38,10 +38,11 @@ class StoreCollector(Collector):
             pages.add_metric([space.id], space.tree.page_count)
             blobs.add_metric([space.id], space.blobs.count)
         yield from (pages, blobs)
-        segments, reserved = self._store.dram_segments
+        segments = self._store.dram_segments
         for name, text, value in (
-            ("dram_segments", "DRAM segments", segments),
-            ("dram_reserved_bytes", "Bytes of DRAM segments, free slots included", reserved),
+            ("dram_segments", "DRAM segments", segments.count),
+            ("dram_segment_bytes", "Bytes of DRAM segments, free slots included", segments.reserved),
+            ("dram_segment_held_bytes", "Bytes of DRAM segments that are not empty", segments.held),
             ("leases", "Leases held by clients", len(self._store.leases)),
             ("puts_open", "Puts under way", self._store.puts_open),
             ("writeback_backlog_pages", "Pages waiting to be written to SSD", self._store.backlog),

@@ -82,6 +82,8 @@ class Residency:
             slot = await self._wait_for_slot(slot_class, self._wait_s if wait_s is None else wait_s)
         if self._watermarks.above_high(self._arena.usage()):
             self._wake.set()
+        else:
+            self._vacator.keep_headroom()
         return slot
 
     async def _wait_for_slot(self, slot_class: SlotClass, wait_s: float) -> int:
@@ -130,9 +132,7 @@ class Residency:
             room = self._arena.reserve_segment(slot_class, whole=whole)
             if room is None:
                 return False
-            task = asyncio.create_task(self._add_segment(room))
-            self._growing[slot_class] = task
-            task.add_done_callback(lambda _: self._growing.pop(slot_class, None))
+            task = self._growing[slot_class] = asyncio.create_task(self._add_segment(room))
         await asyncio.shield(task)
         return True
 
@@ -142,8 +142,11 @@ class Residency:
         except OSError as error:
             self._arena.cancel_segment(room)
             raise NoSpace(f"the machine has no memory for a segment of {room.nbytes} bytes: {error}") from error
-        self._arena.add_segment(room, segment)
-        self._vacator.keep_headroom()
+        else:
+            self._arena.add_segment(room, segment)
+        finally:
+            # Here and not in a callback: who finds the task done, and its slots gone, must not wait for it once more, for ever.
+            self._growing.pop(room.slot_class, None)
 
     async def announce_room(self) -> None:
         """Slots were freed: let those who wait try again."""

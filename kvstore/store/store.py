@@ -36,7 +36,7 @@ from kvstore.store.stats import Stats
 from kvstore.store.vacate import Vacator
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
-from kvstore.tiers.dram import Arena
+from kvstore.tiers.dram import Arena, SegmentUsage
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES, BlobFile
 from kvstore.tiers.vacating import MoveBudget
 from kvstore.tiers.watermarks import Watermarks
@@ -505,9 +505,9 @@ class Store:
         return {"dram": self._arena.usage(), "ssd": self._blob_file.usage()}
 
     @property
-    def dram_segments(self) -> tuple[int, int]:
-        """DRAM segments that exist, and the bytes reserved for them."""
-        return self._arena.segment_count, self._arena.reserved
+    def dram_segments(self) -> SegmentUsage:
+        """How many DRAM segments there are, and their bytes."""
+        return self._arena.segments()
 
     async def settle(self) -> None:
         """Wait until nothing is being moved, written or deleted."""

@@ -22,7 +22,7 @@ from kvstore.tiers.vacating import MoveBudget, choose
 _log = logging.getLogger("kvstore.mover")
 _BATCH_BYTES = 64 << 20
 _HEADROOM_SHARE = 32
-_HOPELESS_S = 0.05
+_HOPELESS_S, _REST_S = 0.05, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class Vacator:
         self._headroom = arena.capacity // _HEADROOM_SHARE
         self._task: asyncio.Task[bool] | None = None
         self._hopeless = (0.0, 0)
+        self._rest_until = 0.0
         self._stopped = False
 
     @property
@@ -70,8 +71,11 @@ class Vacator:
 
     def keep_headroom(self) -> None:
         """Vacate ahead of need, in the background, if little is left outside the segments."""
-        if self._task is None and self._arena.room < self._headroom:
-            self._start(1)
+        usage, loop, missing = self._arena.usage(), asyncio.get_running_loop(), self._headroom - self._arena.room
+        if self._task is not None or missing <= 0 or usage.capacity - usage.used < self._headroom or loop.time() < self._rest_until:
+            return
+        if not (self._start(missing) or self._start(1)):
+            self._rest_until = loop.time() + _REST_S
 
     def _start(self, wanted: int) -> bool:
         """Start to vacate if it can be done."""
@@ -83,16 +87,20 @@ class Vacator:
         if not victims:
             self._hopeless = (now + _HOPELESS_S, wanted)
             return False
-        self._task = asyncio.create_task(self._vacate(victims, self._begin(victims)), name="kvstore-vacate")
-        self._task.add_done_callback(self._ended)
+        self._task = asyncio.create_task(self._run(victims, self._begin(victims)), name="kvstore-vacate")
         return True
 
-    def _ended(self, task: "asyncio.Task[bool]") -> None:
-        self._task = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.critical("moving blobs failed", exc_info=error)
-        elif not task.cancelled() and task.result():
+    async def _run(self, victims: list[int], moves: list[_Move]) -> bool:
+        try:
+            gained = await self._vacate(victims, moves)
+        except Exception:
+            _log.critical("moving blobs failed", exc_info=True)
+            raise
+        finally:
+            self._task = None
+        if gained:
             self.keep_headroom()
+        return gained
 
     async def stop(self) -> None:
         """Move nothing more; returns once what is under way has ended."""

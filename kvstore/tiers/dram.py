@@ -119,6 +119,18 @@ def make_segment(room: Room) -> Segment:
     return create_segment(room.slot_class, room.slots)
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentUsage:
+    """Segments that exist, and the bytes reserved for them (never more than the capacity), of which `held` are not empty.
+
+    Segments that are just being made or closed are counted in the bytes.
+    """
+
+    count: int
+    reserved: int
+    held: int
+
+
 class Arena:
     """Slots of all segments. A slot is named by one int: segment number and slot number.
 
@@ -135,6 +147,7 @@ class Arena:
         self._open: dict[SlotClass, list[int]] = {}
         self._class_bytes: Counter[SlotClass] = Counter()
         self._empty: dict[int, int] = {}
+        self._empty_bytes = 0
         self._sweeps = 0
         self._reserved = 0
         self._used = 0
@@ -144,20 +157,14 @@ class Arena:
         """Capacity, and the bytes of slots in use."""
         return Usage(self.capacity, self._used)
 
-    @property
-    def segment_count(self) -> int:
-        """Segments that exist."""
-        return len(self._segments)
-
-    @property
-    def reserved(self) -> int:
-        """Bytes of segments, those that are just being made or closed included. Never more than the capacity."""
-        return self._reserved
+    def segments(self) -> SegmentUsage:
+        """How many segments there are, and what they take."""
+        return SegmentUsage(len(self._segments), self._reserved, self._reserved - self._empty_bytes)
 
     @property
     def room(self) -> int:
         """Bytes that new segments can have without moving anything: outside segments, and in empty ones."""
-        return self.capacity - self._reserved + sum(self._segments[number].nbytes for number in self._empty)
+        return self.capacity - self._reserved + self._empty_bytes
 
     @staticmethod
     def slot_class(tenant: str, nbytes: int) -> SlotClass:
@@ -175,6 +182,7 @@ class Arena:
         segment = self._segments[number]
         if segment.empty:
             del self._empty[number]
+            self._empty_bytes -= segment.nbytes
         slot = segment.free.pop()
         if not segment.free:
             numbers.pop()
@@ -202,7 +210,7 @@ class Arena:
         segment.owner[slot & _SLOT_MASK] = NO_OWNER
         self._used -= segment.slot_class.slot_bytes
         if segment.empty:
-            self._empty[number] = self._sweeps
+            self._note_empty(number)
             if not segment.shut:  # to the end of the queue: so that it stays empty while there is room elsewhere
                 numbers = self._open[segment.slot_class]
                 numbers.remove(number)
@@ -227,7 +235,7 @@ class Arena:
         wanted = min(self._most_bytes, max(self._least_bytes, self._class_bytes[slot_class] // _GROWTH)) // size or 1
         empty = [n for n in self._empty if self._segments[n].slot_class != slot_class and not self._segments[n].shut]
         free = self.capacity - self._reserved
-        slots = min(wanted, (free + sum(self._segments[n].nbytes for n in empty)) // size)
+        slots = min(wanted, (free + sum(self._segments[n].nbytes for n in empty)) // size) if empty or free >= size else 0
         if not slots or (whole and slots < wanted):
             return None
         retired: list[Segment] = []
@@ -248,13 +256,18 @@ class Arena:
         self._segments[self._next] = segment
         self._open.setdefault(segment.slot_class, []).append(self._next)
         self._class_bytes[segment.slot_class] += segment.nbytes
-        self._empty[self._next] = self._sweeps
+        self._note_empty(self._next)
         self._next += 1
+
+    def _note_empty(self, number: int) -> None:
+        self._empty[number] = self._sweeps
+        self._empty_bytes += self._segments[number].nbytes
 
     def retire(self, number: int) -> Segment:
         """Take out an empty segment. Its bytes stay reserved until it is closed, and `release` is called."""
         segment = self._segments.pop(number)
         del self._empty[number]
+        self._empty_bytes -= segment.nbytes
         if not segment.shut:
             self._open[segment.slot_class].remove(number)
         if not self._open.get(segment.slot_class):
@@ -281,7 +294,7 @@ class Arena:
         self._open.clear()
         self._empty.clear()
         self._class_bytes.clear()
-        self._reserved = self._used = 0
+        self._reserved = self._used = self._empty_bytes = 0
 
     # --- vacating ------------------------------------------------------------------------------------------------------
 
