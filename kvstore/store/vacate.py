@@ -21,7 +21,7 @@ from kvstore.tiers.vacating import MoveBudget, choose
 
 _log = logging.getLogger("kvstore.mover")
 _BATCH_BYTES = 64 << 20
-_HEADROOM_SHARE = 32
+_HEADROOM_SHARE = 24
 _HOPELESS_S, _REST_S = 0.05, 0.5
 
 
