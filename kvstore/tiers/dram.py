@@ -235,7 +235,7 @@ class Arena:
         wanted = min(self._most_bytes, max(self._least_bytes, self._class_bytes[slot_class] // _GROWTH)) // size or 1
         empty = [n for n in self._empty if self._segments[n].slot_class != slot_class and not self._segments[n].shut]
         free = self.capacity - self._reserved
-        slots = min(wanted, (free + sum(self._segments[n].nbytes for n in empty)) // size) if empty or free >= size else 0
+        slots = min(wanted, (free + sum(self._segments[n].nbytes for n in empty)) // size)
         if not slots or (whole and slots < wanted):
             return None
         retired: list[Segment] = []
