@@ -158,7 +158,7 @@ class Residency:
     def hold_resident(self, space: Space, row: int) -> "Held | None":
         """Pin a blob that is in DRAM; None if it is not."""
         slot = int(space.blobs.slot[row])
-        if slot == NO_SLOT:
+        if slot == NO_SLOT or row in space.spoiled:
             return None
         space.pin(row)
         return Held(space, row, self._arena.view(slot)[: space.stored_bytes(row)])
@@ -170,6 +170,8 @@ class Residency:
         """
         space.pin(row)
         try:
+            if row in space.spoiled:
+                return await self._stage(space, row)
             if space.blobs.slot[row] == NO_SLOT:
                 try:
                     await self._promote(space, row)
@@ -247,12 +249,11 @@ class Residency:
         return Held(space, row, target, self._staging)
 
     def discard_bad_copy(self, space: Space, row: int) -> None:
-        """A DRAM copy did not verify: drop it. Without another copy on SSD the pages that need it go too."""
+        """A DRAM copy did not verify: drop it, once nobody has it in use. Without another on SSD the pages that need it go too."""
         self._stats.corrupt_blobs += 1
         _log.error("a DRAM copy of blob %s did not verify, dropping it", space.blobs.id_of(row).hex())
         if space.blobs.on_ssd[row]:
-            if space.blobs.pins[row] <= 1:
-                space.clear_slot(row)
+            space.spoil(row)
         else:
             space.lose_blob(row)
         self.writeback.poke()

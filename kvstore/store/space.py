@@ -108,6 +108,8 @@ class Space:
         self.end_holds: Callable[[Space, int], None]
         """Set by the store: shorten the leases, and end the puts, that hold the page in a slot or one below it."""
         self.resident_bytes = 0
+        self.spoiled: set[int] = set()
+        """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""
         self._arena = arena
         self._trash = trash
         self.stats = stats
@@ -140,8 +142,14 @@ class Space:
         freed = self._arena.slot_bytes(slot)
         self._arena.free(slot)
         self.blobs.slot[row] = NO_SLOT
+        self.spoiled.discard(row)
         self.resident_bytes -= freed
         return freed
+
+    def spoil(self, row: int) -> None:
+        """The DRAM copy of a blob that is on SSD is bad: nobody gets it any more, and it goes with the last who has it."""
+        self.spoiled.add(row)
+        self.settle(row)
 
     def pin(self, row: int) -> None:
         """Keep a blob's bytes where they are until `unpin`."""
@@ -157,6 +165,8 @@ class Space:
         blobs = self.blobs
         if blobs.pins[row]:
             return
+        if row in self.spoiled:
+            self.clear_slot(row)
         elsewhere = blobs.slot[row] != NO_SLOT or not blobs.pages[row]
         if blobs.on_ssd[row] and not blobs.durable_pages[row] and elsewhere:
             blobs.on_ssd[row] = False
