@@ -25,18 +25,22 @@ _log = logging.getLogger("kvstore.connection")
 
 MAX_REQUESTS = 64
 _YIELD_EVERY = 8
-HANDSHAKE_S = 10.0
+_HANDSHAKE_S = 10.0
 LARGE_PAYLOAD = 1 << 20
 """Control payloads over this size are received by a few connections at a time, so that their memory is bounded."""
-FRAME_S = 30.0
-"""How long the rest of a frame may take once its header is there, and a frame to be taken by the client."""
+CLIENT_TIMEOUT_S = 30.0
+"""How long the rest of a frame may take once its first byte is there, and a frame to be taken by the client."""
 
 
 class Connection:
     """Serves one socket until the client leaves or breaks the protocol."""
 
-    def __init__(self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore) -> None:
+    def __init__(
+        self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore,
+        timeout_s: float = CLIENT_TIMEOUT_S,
+    ) -> None:  # fmt: skip
         self.store = store
+        self._timeout_s = timeout_s
         self._large_payloads = large_payloads
         self.endpoint = endpoint
         self.channel = channel
@@ -53,7 +57,7 @@ class Connection:
     async def serve(self) -> None:
         """Handshake, then frames until the end. Never raises for what a client does."""
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(min(_HANDSHAKE_S, self._timeout_s)):
                 welcomed = await self._handshake()
             if welcomed:
                 try:
@@ -114,18 +118,22 @@ class Connection:
             raise broken.exceptions[0] from None
 
     async def _next_frame(self) -> tuple[Header, bytes, bytes] | None:
-        found = await self.channel.read_header()
+        if not await self.channel.wait_readable():
+            return None
+        async with asyncio.timeout(self._timeout_s):
+            found = await self.channel.read_header()
         if found is None:
             return None
         header, raw = found
-        async with asyncio.timeout(FRAME_S), AsyncExitStack() as stack:
+        async with AsyncExitStack() as stack:
             if not header.bulk and header.payload_bytes > LARGE_PAYLOAD:
-                await stack.enter_async_context(self._large_payloads)
-            meta, payload = await self.channel.read_body(header, raw)
-            if header.type is FrameType.SLICES:
-                error = await receive_slices(self, header, meta)
-                if error is not None:
-                    await self._error(header.request, error)
+                await stack.enter_async_context(self._large_payloads)  # not on this client's time: others hold it up
+            async with asyncio.timeout(self._timeout_s):
+                meta, payload = await self.channel.read_body(header, raw)
+                if header.type is FrameType.SLICES:
+                    error = await receive_slices(self, header, meta)
+                    if error is not None:
+                        await self._error(header.request, error)
         return header, meta, payload
 
     async def _dispatch(self, group: asyncio.TaskGroup, header: Header, meta: bytes, payload: bytes) -> None:
@@ -225,7 +233,7 @@ class Connection:
             sending.close()
             raise ConnectionLost("a frame was cut short")
         try:
-            async with asyncio.timeout(FRAME_S):
+            async with asyncio.timeout(self._timeout_s):
                 return await sending
         except (TimeoutError, asyncio.CancelledError) as error:
             self._broken = True
