@@ -4,7 +4,6 @@ import socket
 import time
 
 import numpy as np
-import pytest
 
 from kvstore.api.wire import FrameType, Run, encode, pack, pack_runs, unpack
 from kvstore.api.wire.messages import FetchRequest, Matched, MatchRequest
@@ -14,6 +13,7 @@ from tests.faults.baseline import Held, wait_for_baseline
 from tests.faults.conftest import Faulty, serves
 from tests.integration.pages import SPEC, content, context, open_namespace
 from tests.integration.raw import RawClient
+from tests.integration.test_bad_input import page_slices, slices_frame, start_put
 
 PAGES = 256
 """Pages of the context that stalled readers fetch: 4 MiB, more than the sockets' buffers hold."""
@@ -76,22 +76,25 @@ def test_a_client_that_reads_a_byte_at_a_time(start: Faulty) -> None:
         serves(daemon)
 
 
-@pytest.mark.parametrize("cut", [1, 31, 32, 40, -1])
-@pytest.mark.parametrize("kind", [FrameType.MATCH, FrameType.SLICES])
-def test_half_a_frame_and_then_nothing(start: Faulty, cut: int, kind: FrameType) -> None:
-    from tests.integration.test_bad_input import page_slices, slices_frame, start_put
-
+def test_half_a_frame_and_then_nothing(start: Faulty) -> None:
     daemon = start(client_timeout=0.5)
     baseline = Held.by(daemon)
-    with RawClient(daemon.endpoint) as stalled:
-        whole = frame(FrameType.MATCH, MatchRequest(namespace="pages"), context(0).tobytes())
-        if kind is FrameType.SLICES:
-            ready = start_put(stalled, 555)
-            whole = slices_frame(ready.handle, ready.first_needed, 0, 0, page_slices(555, ready.first_needed))
-        stalled.send_raw(whole[:cut])
-        serves(daemon)
-        cut_off(stalled.sock, within=20)
-        wait_for_baseline(daemon, baseline)
+    match = frame(FrameType.MATCH, MatchRequest(namespace="pages"), context(0).tobytes())
+    stalled: list[RawClient] = []
+    for kind in (FrameType.MATCH, FrameType.SLICES):
+        for cut in (1, 31, 32, 40, -1):
+            stalled.append(client := RawClient(daemon.endpoint))
+            whole = match
+            if kind is FrameType.SLICES:
+                ready = start_put(client, 555)
+                whole = slices_frame(ready.handle, ready.first_needed, 0, 0, page_slices(555, ready.first_needed))
+            client.send_raw(whole[:cut])
+    serves(daemon)
+    for client in stalled:
+        cut_off(client.sock, within=20)
+    wait_for_baseline(daemon, baseline)
+    for client in stalled:
+        client.sock.close()
 
 
 def test_no_word_at_all_is_cut_off_too(start: Faulty) -> None:
@@ -110,7 +113,10 @@ def test_large_requests_that_stall_do_not_cut_off_the_next_one(start: Faulty) ->
         for client in stalled:
             client.send_raw(whole[: 1 << 20])
         with RawClient(daemon.endpoint) as honest:
-            honest.send_raw(whole)
+            honest.send_raw(whole[: 1 << 20])
+            cut_off(stalled[-1].sock, within=20)
+            time.sleep(0.3)
+            honest.send_raw(whole[1 << 20 :])
             assert honest.receive()[0].type is FrameType.MATCHED
     finally:
         for client in stalled:
