@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.raw import stat
 
-UNEXPECTED = ("failed in a way it should not", "failed at this request", "Traceback", "background task", "exception was never retrieved")
+UNEXPECTED = ("failed in a way it should not", "failed at this request", "Traceback", "background task", "never retrieved", "never awaited")
 """Log lines that no client may be able to cause."""
 
 

@@ -45,7 +45,7 @@ def retained(client: Client) -> Namespace:
 
 def fill(namespace: Namespace, first: int) -> list[int]:
     """Put contexts durably until the SSD tier is full of what is retained. Returns those that were acknowledged."""
-    done = []
+    done: list[int] = []
     for seed in range(first, first + 200):
         try:
             namespace.put(context(seed), content(context(seed)), durable=True)

@@ -61,6 +61,19 @@ def test_a_client_that_stops_reading_in_the_middle_of_a_fetch(start: Faulty) -> 
         cut_off(stalled.sock, within=20)
 
 
+def test_garbage_while_a_fetch_is_stalled(start: Faulty) -> None:
+    daemon = start(client_timeout=1)
+    put_long(daemon.endpoint)
+    baseline = Held.by(daemon)
+    with RawClient(daemon.endpoint) as stalled:
+        stalled.send_raw(long_fetch(stalled))
+        while not Held.by(daemon).pinned_blobs:
+            time.sleep(0.01)
+        stalled.send_raw(bytes(64))
+        wait_for_baseline(daemon, baseline)
+        cut_off(stalled.sock, within=20)
+
+
 def test_a_client_that_reads_a_byte_at_a_time(start: Faulty) -> None:
     daemon = start(client_timeout=1)
     put_long(daemon.endpoint)
