@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ORACLE := .venv-oracle
 
-.PHONY: demo test test-oracle crash cuts fuzz soak lint format bench lock clean
+.PHONY: demo test test-oracle crash cuts flips fuzz soak lint format bench lock clean
 
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)
@@ -21,6 +21,9 @@ crash: $(STAMP) ## Kill the daemon 200 times under load; what was acknowledged a
 
 cuts: $(STAMP) ## Cut every kind of request at every byte
 	KVSTORE_TEST_CUTS=all $(BIN)/python -m pytest tests/faults/test_cut_frames.py --timeout 3600 $(ARGS)
+
+flips: $(STAMP) ## Flip bits in both LMDB files of a stopped daemon, 300 times
+	KVSTORE_TEST_FLIPS=300 $(BIN)/python -m pytest tests/faults/test_flips.py --timeout 3600 $(ARGS)
 
 fuzz: $(STAMP) ## Feed a million random inputs to the decoders and to a live daemon
 	$(BIN)/python -m tests.fuzz $(ARGS)
