@@ -73,6 +73,8 @@ def test_flipped_bits(data_dir: Path, tmp_path: Path) -> None:
         except BaseException:
             print(f"trial {trial} of seed {SEED} ({' and '.join(_FILES[trial % len(_FILES)])})")
             raise
-    print(f"{TRIALS} trials, pages found {min(found)} to {max(found)} of {4 * len(CONTEXTS)}, at the next start {min(again)} to {max(again)}")
+    print(
+        f"{TRIALS} trials, pages found {min(found)} to {max(found)} of {4 * len(CONTEXTS)}, at the next start {min(again)} to {max(again)}"
+    )
     assert min(found) < 4 * len(CONTEXTS), "no flip hit anything: this test shows nothing"
     assert max(found) > 0

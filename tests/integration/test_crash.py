@@ -13,8 +13,7 @@ from kvstore.radix.journal import Journal
 from kvstore.store import Ack, Store
 from kvstore.store.check import check
 from kvstore.tiers.ssd import BlobFile
-from kvstore_client import Client, ConnectionLost, DeadlineExceeded, NotFound
-from kvstore_workers.daemon_process import DaemonProcess
+from kvstore_client import Client, ConnectionLost, DeadlineExceeded
 from tests.integration.pages import content, context, fetch_checked, open_namespace
 from tests.store.test_store import Prefix, config, put, read, settings_named
 
