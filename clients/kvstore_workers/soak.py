@@ -36,7 +36,7 @@ _WARM_UP = 0.2
 _TOLERATED = frozenset({"busy", "no_space", "not_found", "missing_parent", "unknown_namespace", "conflict", "cancelled"})
 """Errors that this load may well get: no room just now, evicted meanwhile, dropped by another worker."""
 _SETTLE_S = 30.0
-_HELD = ("leases", "puts_open", "sessions", "connections", "pinned_blobs")
+_HELD = ("leases", "puts_open", "sessions", "connections", "pinned_blobs", "pending_pages")
 
 
 @dataclass(slots=True)

@@ -124,6 +124,7 @@ class ControlPlane:
                 "totals": dataclasses.asdict(store.stats),
                 "leases": len(store.leases),
                 "puts_open": store.puts_open,
+                "pending_pages": store.pending_pages,
                 "pinned_blobs": store.pinned_blobs,
                 "segments": store.segments,
                 "writeback_backlog_pages": store.backlog,

@@ -19,6 +19,7 @@ class Held:
     sessions: int
     connections: int
     pinned_blobs: int
+    pending_pages: int
     tasks: int
     descriptors: int
 

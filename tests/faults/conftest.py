@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Faulty]:
             namespace = open_namespace(client)
             for seed in SEEDED:
                 namespace.put(context(seed), content(context(seed)))
-        empty = Held(0, 0, 0, 0, 0, tasks=1 << 30, descriptors=1 << 30)
+        empty = Held(0, 0, 0, 0, 0, 0, tasks=1 << 30, descriptors=1 << 30)
         wait_for_baseline(daemon, empty)
         running.append((daemon, Held.by(daemon)))
         return daemon

@@ -68,7 +68,7 @@ HINTS: dict[str, Maker] = {
     "handle": lambda rng, world: rng.choice(world.handles),
     "lease": lambda rng, world: rng.choice(world.leases),
     "put_id": lambda rng, world: rng.randbytes(16),
-    "parts": lambda rng, world: rng.choice([_WHOLE, _HALVES]),
+    "parts": lambda rng, world: rng.choice([_WHOLE, _HALVES, _HALVES[:1], _HALVES[1:]]),
     "ack": lambda rng, world: rng.choice(["memory", "durable"]),
     "versions": lambda rng, world: [1],
     "session": lambda rng, world: rng.choice([b"", world.session]),
@@ -236,9 +236,14 @@ def bulk(kind: int, request: int, meta_bytes: bytes, pieces: Sequence[bytes], di
     return seal(head, meta_bytes + body + trailer, len(meta_bytes))
 
 
-def fair_put(rng: Random, world: World) -> bytes:
-    """A PUT that the daemon takes, of a context of four pages that `slices` gives the bytes of."""
-    said = {"namespace": "pages", "put_id": rng.randbytes(16), "first_page": 0, "parts": _WHOLE, "ack": HINTS["ack"](rng, world)}
+def fair_put(rng: Random, world: World, layers: tuple[int, int] = (0, 8)) -> bytes:
+    """A PUT that the daemon takes, of some layers of a context of four pages that `fair_slices` gives the bytes of.
+
+    Puts of a part of the layers are shards of one computation, whoever sends them.
+    """
+    put_id = rng.randbytes(16) if layers == (0, 8) else world.put_seed.to_bytes(16, "big")
+    parts = [(0, *layers, 0, 2)]
+    said = {"namespace": "pages", "put_id": put_id, "first_page": 0, "parts": parts, "ack": HINTS["ack"](rng, world)}
     return control(FrameType.PUT, rng.randrange(1, 1 << 40), _encoder.encode(said), context(world.put_seed).tobytes())
 
 
@@ -264,9 +269,10 @@ def fair_fetch(rng: Random, world: World) -> bytes:
     return control(FrameType.FETCH, request, _encoder.encode(said), b"".join(world.blobs) + pack_runs(runs))
 
 
-def fair_slices(handle: int, seed: int, page: int) -> bytes:
-    """All slices of a page."""
+def fair_slices(handle: int, seed: int, page: int, layers: tuple[int, int] = (0, 8)) -> bytes:
+    """All slices of a page's layers."""
     data = content(context(seed))[page * SPEC.page_bytes : (page + 1) * SPEC.page_bytes].tobytes()
+    data = data[len(data) * layers[0] // 8 : len(data) * layers[1] // 8]
     pieces = [data[at : at + 4096] for at in range(0, len(data), 4096)]
     return bulk(FrameType.SLICES, 7, SLICES_META.pack(handle, page, 0, 0), pieces)
 

@@ -24,7 +24,9 @@ from tests.faults.baseline import Held, wait_for_baseline
 from tests.fuzz import grammar
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 
-SETTINGS = {"KVSTORE_CLIENT_TIMEOUT": "1", "KVSTORE_PUT_WAIT": "0.05", "KVSTORE_MAX_PAGES": "10000", "KVSTORE_SEGMENT": "1MiB"}
+SETTINGS = {
+    "KVSTORE_CLIENT_TIMEOUT": "1", "KVSTORE_PUT_WAIT": "0.05", "KVSTORE_PUT_IDLE": "2", "KVSTORE_MAX_PAGES": "10000", "KVSTORE_SEGMENT": "1MiB",
+}  # fmt: skip
 SIZES = ("--dram", "8MiB", "--ssd", "32MiB")
 BATCH = 100
 """Conversations between two looks at the baseline."""
@@ -53,7 +55,7 @@ class Conversation:
     def __init__(self, endpoint: str, rng: Random, report: LiveReport) -> None:
         self._rng = rng
         self._report = report
-        self._world = grammar.World(put_seed=rng.randrange(1000, 2000))
+        self._world = grammar.World(put_seed=rng.randrange(1000, 1300))
         self._received = bytearray()
         self._ended = False
         self._finished = False
@@ -102,7 +104,8 @@ class Conversation:
         """A put from its beginning to its commit, each frame of it passed on as badly as any other."""
         rng, world = self._rng, self._world
         known = world.handles[-1]
-        self._pass_on("PUT", grammar.fair_put(rng, world))
+        layers = rng.choice([(0, 8), (0, 8), (0, 4), (4, 8)])
+        self._pass_on("PUT", grammar.fair_put(rng, world, layers))
         self._take(0.2)
         if self._ended or world.handles[-1] == known:
             return
@@ -110,7 +113,7 @@ class Conversation:
         if rng.random() < 0.1:
             rng.shuffle(pages)
         for page in pages:
-            self._pass_on("SLICES", grammar.fair_slices(world.handles[-1], world.put_seed, page))
+            self._pass_on("SLICES", grammar.fair_slices(world.handles[-1], world.put_seed, page, layers))
         self._pass_on("COMMIT", grammar.fair_commit(rng, world.handles[-1]))
         self._take(0.05)
 
@@ -225,7 +228,7 @@ class LiveFuzzer:
     def __enter__(self) -> "LiveFuzzer":
         self.daemon.wait_ready()
         self._tidy()
-        wait_for_baseline(self.daemon, Held(0, 0, 0, 0, 0, tasks=1 << 30, descriptors=1 << 30))
+        wait_for_baseline(self.daemon, Held(0, 0, 0, 0, 0, 0, tasks=1 << 30, descriptors=1 << 30))
         self._baseline = Held.by(self.daemon)
         return self
 
@@ -283,9 +286,8 @@ class LiveFuzzer:
             for seed in range(5):
                 if fetch_checked(pages, context(seed)) < 4:  # evicted, which is allowed: wrong bytes are not
                     pages.put(context(seed), content(context(seed)))
-            for seed in (1000, 1500, 1999):
-                with pages.match(context(seed)) as match:
-                    assert match.pages * SPEC.page_tokens == match.tokens
+            for seed in range(1000, 1300):
+                fetch_checked(pages, context(seed))  # what was put in bits and pieces: a miss, or right
 
 
 def fuzz(data_dir: Path, seed: int, first: int, conversations: int) -> LiveReport:
