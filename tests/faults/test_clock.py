@@ -97,22 +97,23 @@ def test_a_start_with_a_clock_behind_goes_on_from_the_last_record(shifted: Shift
         all_there(retained(client), before + meanwhile + later)
 
 
-@pytest.mark.parametrize("step", [10 * HOURS, -10 * HOURS])
-def test_leases_and_idle_puts_do_not_know_the_wall_clock(shifted: Shifted, step: float) -> None:
+def test_leases_and_idle_puts_do_not_know_the_wall_clock(shifted: Shifted) -> None:
     with shifted.start(put_idle=2) as daemon, Client(daemon.endpoint) as client, RawClient(daemon.endpoint) as raw:
         namespace = retained(client)
         namespace.put(context(1), content(context(1)))
-        long, short = (namespace.match(context(1), lease_s=seconds) for seconds in (3000, 1))
-        assert start_put(raw, 500).handle
-        shifted.step_to(step)
-        deadline = time.monotonic() + 20
-        while (found := Held.by(daemon)).leases > 1 or found.puts_open:
-            assert time.monotonic() < deadline, f"after a step of the clock, these do not end in time: {found}"
-            time.sleep(0.05)
-        assert found.leases == 1, "a step of the clock ended a lease that had most of an hour to go"
-        client.run(namespace.inner.client.renew(long.inner.lease, 3000))
-        with pytest.raises(NotFound):
-            client.run(namespace.inner.client.renew(short.inner.lease, 3000))
+        long = namespace.match(context(1), lease_s=3000)
+        for number, step in enumerate([10 * HOURS, -10 * HOURS]):
+            short = namespace.match(context(1), lease_s=1)
+            assert start_put(raw, 500 + 10 * number).handle
+            shifted.step_to(step)
+            deadline = time.monotonic() + 20
+            while (found := Held.by(daemon)).leases > 1 or found.puts_open:
+                assert time.monotonic() < deadline, f"after a step of the clock, these do not end in time: {found}"
+                time.sleep(0.05)
+            assert found.leases == 1, "a step of the clock ended a lease that had most of an hour to go"
+            client.run(namespace.inner.client.renew(long.inner.lease, 3000))
+            with pytest.raises(NotFound):
+                client.run(namespace.inner.client.renew(short.inner.lease, 3000))
         assert fetch_checked(namespace, context(1)) == 4
         out = np.zeros(4 * SPEC.page_bytes, np.uint8)
         assert namespace.fetch(long, out) == len(out)

@@ -59,7 +59,7 @@ class Unrest(threading.Thread):
                 self.done += 1
 
 
-@pytest.mark.timeout(3600 if KILLS > 20 else 120)
+@pytest.mark.timeout(3600 if KILLS > 20 else 300)
 def test_kill_9_under_mixed_load(data_dir: Path) -> None:
     rng = np.random.default_rng(1)
     acknowledged: list[int] = []

@@ -37,7 +37,7 @@ def frame_of(kind: FrameType, handle: int) -> bytes:
     return grammar.request_frame(kind, 9, Random(_SEED), world)
 
 
-@pytest.mark.timeout(3600 if ALL else 120)
+@pytest.mark.timeout(3600 if ALL else 300)
 def test_requests_cut_at_every_byte(start: Faulty) -> None:
     daemon = start(client_timeout=5)
     baseline, world = Held.by(daemon), grammar.World(put_seed=1234)

@@ -54,7 +54,7 @@ def read_all(data_dir: Path, fresh: int) -> int:
     return found
 
 
-@pytest.mark.timeout(3600 if TRIALS > 20 else 120)
+@pytest.mark.timeout(3600 if TRIALS > 20 else 300)
 def test_flipped_bits(data_dir: Path, tmp_path: Path) -> None:
     with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
         namespace = open_namespace(client)
@@ -69,7 +69,8 @@ def test_flipped_bits(data_dir: Path, tmp_path: Path) -> None:
             flip(copy / name / "data.mdb", rng)
         try:
             found.append(read_all(copy, 5000))
-            again.append(read_all(copy, 5010))
+            if trial % len(_FILES) == len(_FILES) - 1:
+                again.append(read_all(copy, 5010))
         except BaseException:
             print(f"trial {trial} of seed {SEED} ({' and '.join(_FILES[trial % len(_FILES)])})")
             raise

@@ -40,7 +40,9 @@ def kill_when(daemon: DaemonProcess, process: "subprocess.Popen[str]", holds: Ca
     while True:
         os.kill(process.pid, signal.SIGSTOP)
         if holds(Held.by(daemon)):
-            break
+            time.sleep(0.3)  # what was on its way when it was stopped may have been all that was needed
+            if holds(Held.by(daemon)):
+                break
         assert time.monotonic() < deadline, "the client was never caught in the middle"
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(0.003)

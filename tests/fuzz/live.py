@@ -25,7 +25,8 @@ from tests.fuzz import grammar
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 
 SETTINGS = {
-    "KVSTORE_CLIENT_TIMEOUT": "1", "KVSTORE_PUT_WAIT": "0.05", "KVSTORE_PUT_IDLE": "2", "KVSTORE_MAX_PAGES": "10000", "KVSTORE_SEGMENT": "1MiB",
+    "KVSTORE_CLIENT_TIMEOUT": "1", "KVSTORE_PUT_WAIT": "0.05", "KVSTORE_PUT_IDLE": "2",
+    "KVSTORE_MAX_PAGES": "10000", "KVSTORE_SEGMENT": "1MiB",
 }  # fmt: skip
 SIZES = ("--dram", "8MiB", "--ssd", "32MiB")
 BATCH = 100
