@@ -9,7 +9,8 @@ from kvstore.api.wire import FrameType, Run, encode, pack, pack_runs, unpack
 from kvstore.api.wire.messages import FetchRequest, Matched, MatchRequest
 from kvstore_client import Client
 from kvstore_client.connection import parse_endpoint
-from tests.faults.baseline import Held, wait_for_baseline
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.faults.baseline import Held, rss_bytes, wait_for_baseline
 from tests.faults.conftest import Faulty, serves
 from tests.integration.pages import SPEC, content, context, open_namespace
 from tests.integration.raw import RawClient
@@ -136,26 +137,32 @@ def test_large_requests_that_stall_do_not_cut_off_the_next_one(start: Faulty) ->
             client.sock.close()
 
 
-def test_a_thousand_idle_connections(start: Faulty) -> None:
-    daemon = start(client_timeout=30)
-    baseline = Held.by(daemon)
+def idle_connections(daemon: DaemonProcess, count: int) -> list[socket.socket]:
+    """So many open connections: half of them shook hands, the others said nothing."""
     family, address = parse_endpoint(daemon.endpoint)
     idle: list[socket.socket] = []
-    try:
-        for number in range(1000):
-            if number % 2:
-                idle.append(RawClient(daemon.endpoint).sock)  # half of them shook hands, the others said nothing
-            else:
-                sock = socket.socket(family, socket.SOCK_STREAM)
-                idle.append(sock)
-                sock.connect(address)
-        deadline = time.monotonic() + 20
-        while (found := Held.by(daemon)).connections < 1000:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.02)
-        assert found.sessions == 500
+    for number in range(count):
+        if number % 2:
+            idle.append(RawClient(daemon.endpoint).sock)
+        else:
+            idle.append(socket.socket(family, socket.SOCK_STREAM))
+            idle[-1].connect(address)
+    deadline = time.monotonic() + 60
+    while (found := Held.by(daemon)).connections < count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    assert found.sessions == count // 2
+    return idle
+
+
+def test_a_thousand_idle_connections(start: Faulty) -> None:
+    daemon = start(client_timeout=60)
+    baseline, memory = Held.by(daemon), 0
+    for _ in range(2):
+        idle = idle_connections(daemon, 1000)
         serves(daemon)
-    finally:
         for sock in idle:
             sock.close()
-    wait_for_baseline(daemon, baseline)
+        wait_for_baseline(daemon, baseline)
+        grown, memory = rss_bytes(daemon) - memory, rss_bytes(daemon)
+    assert grown < 8 << 20, f"a thousand connections that are gone left {grown} bytes"

@@ -20,7 +20,7 @@ from kvstore.errors import BY_CODE, ProtocolError
 from kvstore_client import Client, KVStoreError
 from kvstore_client.connection import parse_endpoint
 from kvstore_workers.daemon_process import DaemonProcess
-from tests.faults.baseline import Held, wait_for_baseline
+from tests.faults.baseline import Held, rss_bytes, wait_for_baseline
 from tests.fuzz import grammar
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 
@@ -31,6 +31,8 @@ SETTINGS = {
 SIZES = ("--dram", "8MiB", "--ssd", "32MiB")
 BATCH = 100
 """Conversations between two looks at the baseline."""
+MAX_GROWTH = 128 << 20
+"""Bytes that the daemon's resident memory may grow by: both tiers' sizes, and a good deal for the allocator."""
 _THREADS = 8
 _HANG_S = 30.0
 _QUIET_S = 0.03
@@ -225,6 +227,7 @@ class LiveFuzzer:
         self.daemon = DaemonProcess(data_dir, *SIZES, environment=SETTINGS)
         self._seed = seed
         self._baseline: Held
+        self._memory = 0
 
     def __enter__(self) -> "LiveFuzzer":
         self.daemon.wait_ready()
@@ -248,6 +251,9 @@ class LiveFuzzer:
                     wait_for_baseline(self.daemon, self._baseline, timeout=30)
                     self._tidy()
                     wait_for_baseline(self.daemon, self._baseline, timeout=30)
+                    self._memory = self._memory or rss_bytes(self.daemon)
+                    grown = rss_bytes(self.daemon) - self._memory
+                    assert grown < MAX_GROWTH, f"the daemon has grown by {grown} bytes since the first batch"
                 except (AssertionError, OSError, KVStoreError) as error:
                     self._fail(f"after conversations {numbers.start} to {numbers.stop - 1} of seed {self._seed}", error)
                 if self.report.failures:
