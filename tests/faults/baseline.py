@@ -3,6 +3,7 @@
 import time
 from dataclasses import asdict, dataclass
 
+from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.raw import stat
 
@@ -54,6 +55,17 @@ def wait_for_baseline(daemon: DaemonProcess, baseline: Held, timeout: float = 20
         assert time.monotonic() < deadline, f"still held beyond the baseline: {over}"
         time.sleep(0.02)
     assert not (words := unexpected(daemon)), "\n".join(words)
+
+
+def nothing_left(daemon: DaemonProcess, timeout: float = 20.0) -> None:
+    """Drop every namespace, after which not one slot of DRAM may be taken: then whatever is, is lost for ever."""
+    with Client(daemon.endpoint, connections=1, timeout=timeout) as client:
+        for namespace in client.namespaces():
+            namespace.drop()
+    deadline = time.monotonic() + timeout
+    while used := dram_used(daemon):
+        assert time.monotonic() < deadline, f"{used} bytes of DRAM are taken, and there is no namespace"
+        time.sleep(0.02)
 
 
 def unexpected(daemon: DaemonProcess) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
-from tests.faults.baseline import Held, wait_for_baseline
+from tests.faults.baseline import Held, nothing_left, wait_for_baseline
 from tests.integration.pages import content, context, fetch_checked, open_namespace
 
 SEEDED = range(0, 100, 10)
@@ -47,6 +47,7 @@ def start(tmp_path: Path) -> Iterator[Faulty]:
             wait_for_baseline(daemon, baseline)
             serves(daemon)
             wait_for_baseline(daemon, baseline)
+            nothing_left(daemon)
     finally:
         for daemon, _ in running:
             daemon.kill()

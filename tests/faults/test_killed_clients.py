@@ -13,10 +13,10 @@ import numpy as np
 
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
-from tests.faults.baseline import Held, dram_used, wait_for_baseline
-from tests.faults.conftest import SEEDED, Faulty, serves
+from tests.faults.baseline import Held, wait_for_baseline
+from tests.faults.conftest import Faulty, serves
 from tests.faults.victim import LEASES, PAGES
-from tests.integration.pages import content, context, fetch_checked, open_namespace
+from tests.integration.pages import context, fetch_checked, open_namespace
 from tests.integration.raw import stat
 
 ROOT = Path(__file__).parents[2]
@@ -66,13 +66,6 @@ def test_killed_in_the_middle_of_a_put(start: Faulty) -> None:
         wait_for_baseline(daemon, baseline)
         assert stat(daemon.http)["totals"]["puts_aborted"] > aborted, "no put was cut off: this test shows nothing"
         aborted = stat(daemon.http)["totals"]["puts_aborted"]
-    with Client(daemon.endpoint) as client:
-        open_namespace(client).drop()
-    assert dram_used(daemon) == 0, "slots of a put that was cut off are still taken"
-    with Client(daemon.endpoint) as client:
-        namespace = open_namespace(client)
-        for seed in SEEDED:
-            namespace.put(context(seed), content(context(seed)))
 
 
 def test_killed_in_the_middle_of_a_fetch(start: Faulty) -> None:

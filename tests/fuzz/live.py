@@ -20,7 +20,7 @@ from kvstore.errors import BY_CODE, ProtocolError
 from kvstore_client import Client, KVStoreError
 from kvstore_client.connection import parse_endpoint
 from kvstore_workers.daemon_process import DaemonProcess
-from tests.faults.baseline import Held, rss_bytes, wait_for_baseline
+from tests.faults.baseline import Held, nothing_left, rss_bytes, wait_for_baseline
 from tests.fuzz import grammar
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 
@@ -257,7 +257,11 @@ class LiveFuzzer:
                 except (AssertionError, OSError, KVStoreError) as error:
                     self._fail(f"after conversations {numbers.start} to {numbers.stop - 1} of seed {self._seed}", error)
                 if self.report.failures:
-                    break
+                    return self.report
+        try:
+            nothing_left(self.daemon)
+        except (AssertionError, OSError, KVStoreError) as error:
+            self._fail(f"after all conversations of seed {self._seed}", error)
         return self.report
 
     def _talk(self, number: int) -> LiveReport:
