@@ -288,7 +288,8 @@ class Store:
             async with self._writeback.lock:
                 await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.put_namespace, space.record())
         except BaseException:
-            self._spaces.pop(space.id, None)
+            if self._spaces.get(space.id) is space:  # it may have been dropped, and created anew, meanwhile
+                del self._spaces[space.id]
             raise
         return space
 

@@ -1,4 +1,4 @@
-"""A read from SSD whose only reader is gone by the time it fails."""
+"""Work whose asker is gone before it ends: a read from SSD that fails, a namespace that is created and dropped meanwhile."""
 
 import asyncio
 import gc
@@ -35,3 +35,18 @@ async def test_a_read_that_fails_after_its_reader_left_is_nobodys_unhandled_erro
     gc.collect()
     await asyncio.sleep(0)
     assert not unhandled, unhandled
+
+
+async def test_a_namespace_created_anew_outlives_an_earlier_creation_that_is_cancelled(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        async with store._writeback.lock:  # so that all of this happens while the first record is being written
+            first = asyncio.create_task(store.create_namespace(settings_named()))
+            await asyncio.sleep(0)
+            drop = asyncio.create_task(store.drop_namespace(store.space("default", "ns")))
+            await asyncio.sleep(0)
+            second = asyncio.create_task(store.create_namespace(settings_named()))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.sleep(0)
+        await drop
+        assert store.space("default", "ns") is await second
