@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore.api.wire import Component, KVSpec, KVStoreError, PartRange
 from kvstore_client import AsyncClient, fingerprint_revision
-from kvstore_client.client import Namespace
+from kvstore_client.namespace import Namespace
 from kvstore_workers.generator import PageGenerator
 
 SPEC = KVSpec(64, (Component("full", 8, 2, 32),), max_slice_bytes=32 << 10)
