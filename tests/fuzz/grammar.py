@@ -50,6 +50,8 @@ class World:
     blobs: list[bytes] = field(default_factory=lambda: [bytes(16)])
     session: bytes = b""
     requests: list[int] = field(default_factory=lambda: [0])
+    known: dict[str, list[Any]] = field(default_factory=dict)
+    """Numbers and ids from replies, by the name of their field: what a reply calls a pin, a request can take back."""
     put_seed: int = 0
 
 
@@ -106,6 +108,8 @@ def wild(rng: Random, depth: int = 0) -> Any:
 
 def typed(info: Any, name: str, rng: Random, world: World) -> Any:
     """A value of a field's type, by its name if that says more."""
+    if name in world.known and rng.random() < 0.7:
+        return rng.choice(world.known[name])
     if name in HINTS and not isinstance(info, msgspec.inspect.BoolType) and rng.random() < 0.9:
         return HINTS[name](rng, world)
     match info:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import msgspec
+
 from kvstore.api.wire import FrameType, decode_header, encode, pack, unpack
 from kvstore.api.wire.frames import HEADER_BYTES
 from kvstore.api.wire.messages import Empty, ErrorReply, Hello, Message, Welcome
@@ -33,6 +35,7 @@ BATCH = 100
 MAX_GROWTH = 128 << 20
 """Bytes that the daemon's resident memory may grow by: both tiers' sizes, and a good deal for the allocator."""
 _PUT_SEEDS = range(1000, 1300)
+_SMALL = 1 << 20
 _THREADS = 8
 _HANG_S = 30.0
 _QUIET_S = 0.03
@@ -203,6 +206,9 @@ class Conversation:
             assert error.code != "internal", f"the daemon failed: {error}"
             self._report.replies[error.code] += 1
         elif kind not in (FrameType.DATA, FrameType.NAMESPACES):
+            for name, value in msgspec.msgpack.decode(meta).items():
+                if isinstance(value, bytes) or (type(value) is int and value > _SMALL):
+                    world.known[name] = [*world.known.get(name, [])[-3:], value]
             found = unpack(_Anything, meta)
             if found.handle:
                 world.handles = [*world.handles[-3:], found.handle]
