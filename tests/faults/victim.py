@@ -14,7 +14,7 @@ from tests.integration.pages import SPEC, content, context, open_namespace
 PAGES = 64
 FETCHED_PAGES = 2048
 """32 MiB: more than sockets take in while the client is stopped."""
-LEASES = 50
+LEASES = 30
 
 
 def main() -> None:
