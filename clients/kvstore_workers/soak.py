@@ -36,6 +36,7 @@ _WARM_UP = 0.2
 _TOLERATED = frozenset({"busy", "no_space", "not_found", "missing_parent", "unknown_namespace", "conflict", "cancelled"})
 """Errors that this load may well get: no room just now, evicted meanwhile, dropped by another worker."""
 _SETTLE_S = 30.0
+_FILL_S = 600.0
 _HELD = ("leases", "puts_open", "sessions", "connections", "pinned_blobs", "pending_pages")
 
 
@@ -90,6 +91,8 @@ class Soak:
             started = time.monotonic()
             try:
                 await self._start_workers(fill=True)
+                await self._filled()
+                started = time.monotonic()
                 await self._watch(started, started + 60 * self._arguments.minutes)
             finally:
                 await self._stop_workers()
@@ -102,6 +105,15 @@ class Soak:
         if bad := [line for line in lines if "Traceback" in line or "CRITICAL" in line or "never awaited" in line]:
             self.result.failures.append(f"the daemon's log tells of a bug: {bad[0]}")
         return self.result
+
+    async def _filled(self) -> None:
+        """Wait until every context was put once, durably: only then can both tiers be as full as they get."""
+        deadline = time.monotonic() + _FILL_S
+        while self.result.operations["fill"] < self.contexts:
+            if time.monotonic() > deadline or any(process.returncode is not None for process in self._processes):
+                self.result.failures.append(f"the tiers were not filled within {_FILL_S:.0f} s")
+                return
+            await asyncio.sleep(0.1)
 
     async def _watch(self, started: float, end: float) -> None:
         warm = started + _WARM_UP * (end - started)

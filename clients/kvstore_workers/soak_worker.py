@@ -84,9 +84,9 @@ class Load:
         ]  # fmt: skip
 
     async def fill(self, first: int, step: int) -> None:
-        """Put every `step`th context from `first` on."""
+        """Put every `step`th context from `first` on, durably, so that both tiers are full afterwards."""
         for number in range(first, self._contexts, step):
-            await self._guarded("fill", self._serve(context(number)))
+            await self._guarded("fill", self._serve(context(number), durable=True))
 
     async def once(self) -> None:
         """One operation, chosen at random."""
@@ -109,7 +109,7 @@ class Load:
     async def _fork(self) -> None:
         await self._serve(fork(self._any(), self._rng.randrange(_FORKS)))
 
-    async def _serve(self, tokens: Tokens) -> None:
+    async def _serve(self, tokens: Tokens, *, durable: bool | None = None) -> None:
         """What a worker does with a prompt: fetch what is there, put what is not."""
         seeds = self._generator.seeds(tokens)
         async with await self._namespace.match(tokens) as match:
@@ -118,7 +118,7 @@ class Load:
                 self.tally.fetched_bytes += await self._namespace.fetch(match, self._pages(hit))
                 self.tally.wrong_bytes += sum(self._generator.wrong_bytes(seeds[i], self._page(i)) for i in range(hit))
             if hit < len(seeds):
-                await self._put(tokens, seeds, hit, durable=self._rng.random() < 0.3)
+                await self._put(tokens, seeds, hit, durable=self._rng.random() < 0.3 if durable is None else durable)
 
     async def _put(self, tokens: Tokens, seeds: list[bytes], first: int, *, durable: bool) -> None:
         for index, seed in enumerate(seeds[first:]):
@@ -191,6 +191,8 @@ async def _main(arguments: argparse.Namespace) -> None:
         load = Load(client, await open_soak(client), arguments.contexts, arguments.seed)
         if arguments.fill_step:
             await load.fill(arguments.fill_first, arguments.fill_step)
+            print(msgspec.json.encode(load.tally).decode(), flush=True)
+            load.tally = Tally()
         said = time.monotonic()
         while not ended.is_set():
             await load.once()
