@@ -102,7 +102,9 @@ class KVSpec:
             size = self.part_bytes(self.whole(index))
             _require(size <= MAX_PART_BYTES, f"a page of component {index} is {size} bytes, over the limit of {MAX_PART_BYTES}")
             slices = self._slice_count(self.whole(index))
-            _require(slices <= MAX_SLICES, f"a page of component {index} has {slices} slices, over the limit of {MAX_SLICES}: make them larger")
+            _require(
+                slices <= MAX_SLICES, f"a page of component {index} has {slices} slices, over the limit of {MAX_SLICES}: make them larger"
+            )
 
     def whole(self, component: int = 0) -> PartRange:
         """The part range that covers all layers and heads of a component."""
