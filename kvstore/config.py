@@ -71,6 +71,9 @@ class Config(BaseModel):
     unix_socket: Path | None = Field(None, description="Unix socket of the data plane; in the data directory if not given")
     max_pages: int = Field(10_000_000, ge=1_000, le=200_000_000, description="most pages a namespace can hold")
     max_connections: int = Field(1024, ge=1, le=65536, description="most data-plane connections")
+    client_timeout: float = Field(
+        30.0, gt=0, le=3600, description="seconds a client may take to send the rest of a frame, or to take one, before it is cut off"
+    )
     high_watermark: float = Field(0.92, gt=0, le=1, description="share of DRAM at which the mover starts to demote")
     low_watermark: float = Field(0.85, gt=0, le=1, description="share of DRAM at which it stops")
     put_wait: float = Field(1.0, ge=0, le=60, description="seconds a put waits for room before it gets `busy`")

@@ -43,7 +43,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
         await web.SockSite(runner, http_socket).start()
         _log.info("control plane on http://%s", http_endpoint)
         async with Store(store_config) as store:
-            data_plane = DataPlane(store, max_connections=config.max_connections)
+            data_plane = DataPlane(store, max_connections=config.max_connections, client_timeout_s=config.client_timeout)
             listeners = _bind(config)
             endpoints += [endpoint for _, endpoint in listeners]
             try:

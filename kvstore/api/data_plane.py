@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvstore.api.connection import Connection
+from kvstore.api.connection import CLIENT_TIMEOUT_S, Connection
 from kvstore.api.sessions import Sessions
 from kvstore.api.wire import Channel
 from kvstore.errors import Conflict
@@ -22,12 +22,16 @@ _LARGE_PAYLOADS = 16
 
 
 class DataPlane:
-    """Accepts connections until closed. `max_connections` bounds them; one more is closed at once."""
+    """Accepts connections until closed. `max_connections` bounds them; one more is closed at once.
 
-    def __init__(self, store: Store, *, max_connections: int = 1024) -> None:
+    `client_timeout_s` bounds how long a client may take over a frame that has begun, in either direction.
+    """
+
+    def __init__(self, store: Store, *, max_connections: int = 1024, client_timeout_s: float = CLIENT_TIMEOUT_S) -> None:
         self.sessions = Sessions(store)
         self._store = store
         self._max_connections = max_connections
+        self._client_timeout_s = client_timeout_s
         self._connections: set[asyncio.Task[None]] = set()
         self._large_payloads = asyncio.Semaphore(_LARGE_PAYLOADS)
 
@@ -69,7 +73,7 @@ class DataPlane:
     async def _serve(self, sock: socket.socket, endpoint: str) -> None:
         channel = Channel(sock)
         try:
-            await Connection(channel, self._store, self.sessions, endpoint, self._large_payloads).serve()
+            await Connection(channel, self._store, self.sessions, endpoint, self._large_payloads, self._client_timeout_s).serve()
         except Exception:  # noqa: BLE001 - a bug in one connection must not end the others
             _log.exception("a connection failed in a way it should not")
         finally:

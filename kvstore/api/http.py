@@ -17,6 +17,7 @@ from kvstore.api.convert import namespace_info, part_runs
 from kvstore.api.data_plane import DataPlane
 from kvstore.api.metrics import CONTENT_TYPE, render
 from kvstore.api.problems import problem, problems, request_id
+from kvstore.api.process import process_stat
 from kvstore.api.sessions import DEFAULT_TENANT
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import BadRequest, Corrupt
@@ -124,9 +125,12 @@ class ControlPlane:
                 "totals": dataclasses.asdict(store.stats),
                 "leases": len(store.leases),
                 "puts_open": store.puts_open,
+                "pending_pages": store.pending_pages,
+                "pinned_blobs": store.pinned_blobs,
                 "writeback_backlog_pages": store.backlog,
                 "sessions": len(self.ready[1].sessions),
                 "connections": self.ready[1].connection_count,
+                **process_stat(),
                 "namespaces": [msgspec.to_builtins(namespace_info(s)) for s in store.namespaces(DEFAULT_TENANT)],
             }
         )

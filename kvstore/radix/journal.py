@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
 from kvstore.kvspec import PartRange, canonical_json
-from kvstore.lmdb_files import mark_damaged, open_environment
+from kvstore.lmdb_files import STRUCTURAL, mark_damaged, open_environment
 
 _NAMESPACE, _PAGE = b"N", b"P"
 _RECORD_VERSION = 1
@@ -126,8 +126,12 @@ class Journal:
 
     @contextmanager
     def _write(self) -> Iterator[lmdb.Transaction]:
-        with self._env.begin(write=True) as txn:
-            yield txn
+        try:
+            with self._env.begin(write=True) as txn:
+                yield txn
+        except STRUCTURAL:
+            self.mark_damaged()
+            raise
 
     def namespaces(self) -> tuple[list[NamespaceRecord], list[int]]:
         """All namespaces that verify, and the numbers of those that do not."""

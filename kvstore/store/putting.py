@@ -24,6 +24,8 @@ MAX_PUT_PAGES = 4096
 MAX_OPEN_PUTS = 1024
 """Each holds the tokens of its pages, so their number is bounded."""
 _YIELD_EVERY = 256
+_LATEST = (1 << 32) - 1
+"""The last date that a record can hold."""
 
 
 class Puts:
@@ -263,7 +265,7 @@ class Puts:
         if space.settings.retention_s:  # whole seconds, rounded so that it is never short of what was promised
             slots = space.tree.path_slots(space.tree.path_to(slot))
             retain = space.tree.pages.retain
-            retain[slots] = np.maximum(retain[slots], int(time.time()) + 2 + space.settings.retention_s)
+            retain[slots] = np.maximum(retain[slots], min(int(self._writeback.now()) + 2 + space.settings.retention_s, _LATEST))
         return True
 
     async def _promise(self, space: Space, key: bytes) -> None:

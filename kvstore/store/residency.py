@@ -194,9 +194,14 @@ class Residency:
         if loading is None:
             task = asyncio.ensure_future(self._load(space, row))
             self._loading[name] = task
-            task.add_done_callback(lambda _: self._loading.pop(name, None))
+            task.add_done_callback(lambda done: self._loaded(name, done))
             loading = task
         await asyncio.shield(loading)
+
+    def _loaded(self, name: tuple[int, int], done: "asyncio.Future[None]") -> None:
+        self._loading.pop(name, None)
+        if not done.cancelled():
+            done.exception()  # seen: those who waited for it may all be gone
 
     async def _load(self, space: Space, row: int) -> None:
         space.pin(row)

@@ -110,6 +110,8 @@ class Space:
         self.resident_bytes = 0
         self.spoiled: set[int] = set()
         """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""
+        self.last_record = 0.0
+        """When the newest record that was loaded had been written, in seconds since 1970."""
         self._arena = arena
         self._trash = trash
         self.stats = stats
@@ -382,5 +384,6 @@ class Space:
             return rows
 
         result = load_tree(self.tree, groups, blobs_of)
+        self.last_record = max((float(group.head["created_ms"].max()) / 1000 for group in groups), default=0.0)
         self._trash.records += [(self.number, key) for key in result.orphans]
         return result

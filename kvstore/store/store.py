@@ -21,6 +21,7 @@ from kvstore.errors import BadRequest, Conflict, KVStoreError, MissingParent, No
 from kvstore.radix.journal import Journal
 from kvstore.radix.pages import DURABLE
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.store.clock import Clock
 from kvstore.store.datadir import DataDir
 from kvstore.store.following import Following
 from kvstore.store.leases import MAX_PIN_S, Lease, Leases
@@ -100,6 +101,7 @@ class Store:
         """Set when a background task has died of a bug: the daemon should then end, and be started anew."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
+        self._clock = Clock()
         self._spaces: dict[str, Space] = {}
         self._trash = Trash()
         self._tick = 0
@@ -158,7 +160,7 @@ class Store:
         )  # fmt: skip
         self._writeback = Writeback(
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
-            lambda wanted: self._residency.make_ssd_room(wanted, time.time()), self._arena.view, config.batch_bytes,
+            lambda wanted: self._residency.make_ssd_room(wanted, self._clock.now()), self._arena.view, config.batch_bytes, self._clock.now,
         )  # fmt: skip
         self._residency.writeback = self._writeback
         self._puts = Puts(
@@ -181,6 +183,8 @@ class Store:
         self._journal, spaces, self._next_number = await recovery.run(self._journal, self._writer, loop)
         self._writeback.journal = self._journal
         self._spaces.update((space.id, space) for space in spaces)
+        for space in spaces:
+            self._clock.not_before(space.last_record)
 
     async def __aexit__(self, *_: object) -> None:
         self._puts.close()
@@ -289,7 +293,8 @@ class Store:
             async with self._writeback.lock:
                 await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.put_namespace, space.record())
         except BaseException:
-            self._spaces.pop(space.id, None)
+            if self._spaces.get(space.id) is space:  # it may have been dropped, and created anew, meanwhile
+                del self._spaces[space.id]
             raise
         return space
 
@@ -527,6 +532,11 @@ class Store:
     def pending_pages(self) -> int:
         """Pages of which other shards are still to come."""
         return self._puts.assemblies.pages
+
+    @property
+    def pinned_blobs(self) -> int:
+        """Blobs that transfers and group commits hold in place now."""
+        return sum(int(np.count_nonzero(s.blobs.pins[: s.blobs.slots.high])) for s in self._spaces.values())
 
     @property
     def backlog(self) -> int:

@@ -8,7 +8,6 @@ names; they are swept at the next start.
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -56,7 +55,7 @@ class Writeback:
 
     def __init__(
         self, blob_file: BlobFile, journal: Journal, executor: Executor, trash: Trash, stats: Stats,
-        make_ssd_room: Callable[[int], int], view: Callable[[int], memoryview], batch_bytes: int,
+        make_ssd_room: Callable[[int], int], view: Callable[[int], memoryview], batch_bytes: int, now: Callable[[], float],
     ) -> None:  # fmt: skip
         self._blob_file = blob_file
         self.journal = journal
@@ -66,6 +65,7 @@ class Writeback:
         self._make_ssd_room = make_ssd_room
         self._view = view
         self._batch_bytes = batch_bytes
+        self.now = now
         self._queue: deque[_Request] = deque()
         self._under_way: list[_Request] = []
         self._barriers: list[asyncio.Future[bool]] = []
@@ -208,7 +208,7 @@ class Writeback:
         """Write anew the records that name too much; those in the batch already are right anyway."""
         batch.outdated, self._trash.outdated = self._trash.outdated, []
         done = {(number, key) for number, key, _ in batch.records.put_pages}
-        now = time.time()
+        now = self.now()
         for space, key, _ in batch.outdated:
             slot = -1 if space.dropped else space.tree.pages.find_key(key)
             if slot >= 0 and space.tree.pages.flags[slot] & DURABLE and (space.number, key) not in done:
@@ -242,7 +242,7 @@ class Writeback:
 
     def _fill(self, batch: _Batch, wanted: dict[tuple[int, bytes], Space]) -> None:
         """Take up pages and blobs as they are now that room was made (which may have moved pages)."""
-        now, taken = time.time(), set()
+        now, taken = self.now(), set()
         for (number, key), space in wanted.items():
             slot = space.tree.pages.find_key(key)
             if slot < 0:

@@ -40,9 +40,13 @@ class Channel:
 
     # --- reading -------------------------------------------------------------------------------------------------------
 
+    async def wait_readable(self) -> bool:
+        """Wait, for as long as it takes, until the next frame begins; False if the peer closed instead."""
+        return self._start < self._end or await self._fill(or_end=True)
+
     async def read_header(self) -> tuple[Header, bytes] | None:
         """The next header and its raw bytes; None if the peer closed between two frames. Raises ProtocolError."""
-        if self._start == self._end and not await self._fill(or_end=True):
+        if not await self.wait_readable():
             return None
         raw = await self.read(HEADER_BYTES)
         return decode_header(raw), raw
