@@ -6,12 +6,15 @@ import logging
 import resource
 import signal
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from aiohttp import web
 
 from kvstore import __version__
+from kvstore.api.auth import parse_token_list
 from kvstore.api.data_plane import DataPlane, bind_tcp, bind_unix
+from kvstore.api.guard import Guard
 from kvstore.api.http import ControlPlane
 from kvstore.config import Config
 from kvstore.errors import KVStoreError
@@ -34,8 +37,9 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
     _log.info("kvstore %s, data in %s", __version__, config.data_dir)
     for tier, size in (("DRAM", store_config.dram_bytes), ("SSD", store_config.ssd_bytes)):
         _log.info("%s tier: %.1f MiB", tier, size / (1 << 20))
+    guard = await _guard(config)
     endpoints: list[str] = []
-    control = ControlPlane(endpoints)
+    control = ControlPlane(endpoints, guard)
     http_socket, http_endpoint = bind_tcp(config.host, config.http_port)
     runner = web.AppRunner(control.app, access_log=None, shutdown_timeout=_DRAIN_S)
     await runner.setup()
@@ -43,11 +47,11 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
         await web.SockSite(runner, http_socket).start()
         _log.info("control plane on http://%s", http_endpoint)
         async with Store(store_config) as store:
-            data_plane = DataPlane(store, max_connections=config.max_connections, client_timeout_s=config.client_timeout)
+            data_plane = DataPlane(store, guard, max_connections=config.max_connections, client_timeout_s=config.client_timeout)
             listeners = _bind(config)
             endpoints += [endpoint for _, endpoint in listeners]
             try:
-                async with data_plane.listen(listeners):
+                async with data_plane.listen(listeners), _watching(guard, config, store, data_plane):
                     control.ready = (store, data_plane)
                     _log.info("ready: data plane on %s", ", ".join(endpoints))
                     await _first_of(stop, store.died)
@@ -60,6 +64,39 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
     finally:
         await runner.cleanup()
     _log.info("stopped")
+
+
+async def _guard(config: Config) -> Guard:
+    if config.tokens_file is not None:
+        guard = await Guard.of_file(config.tokens_file)
+    elif config.tokens is not None:
+        guard = Guard(parse_token_list(config.tokens.get_secret_value()))
+    else:
+        guard = Guard()
+        if not config.loopback:
+            _log.warning("insecure: everybody who can reach %s may read and delete everything", config.host)
+    return guard
+
+
+@contextlib.asynccontextmanager
+async def _watching(guard: Guard, config: Config, store: Store, data_plane: DataPlane) -> AsyncIterator[None]:
+    """Meanwhile, keep up with the token file, at once on SIGHUP: quotas, and who may stay."""
+
+    def tick() -> None:
+        store.quotas.replace(config.quotas() | (guard.table.quotas if guard.table is not None else {}))
+        data_plane.expel()
+
+    tick()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, guard.hurry)
+    task = asyncio.create_task(guard.watch(tick), name="kvstore-tokens")
+    task.add_done_callback(lambda ended: None if ended.cancelled() else store.died.set())
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _first_of(*events: asyncio.Event) -> None:

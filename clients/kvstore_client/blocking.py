@@ -47,7 +47,7 @@ class Client:
     """As AsyncClient, but every call blocks. Safe to share between threads. Use as a context manager, or call `close`."""
 
     def __init__(
-        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 2, timeout: float = 30.0, name: str = "", token: str = ""
+        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 2, timeout: float = 30.0, name: str = "", token: str | None = None
     ) -> None:
         self._thread = _LoopThread()
         try:
@@ -57,7 +57,7 @@ class Client:
             raise
 
     @staticmethod
-    async def _make(endpoint: str, connections: int, timeout: float, name: str, token: str) -> AsyncClient:
+    async def _make(endpoint: str, connections: int, timeout: float, name: str, token: str | None) -> AsyncClient:
         client = AsyncClient(endpoint, connections=connections, timeout=timeout, name=name, token=token)
         return await client.__aenter__()
 

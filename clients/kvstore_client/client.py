@@ -27,16 +27,18 @@ class AsyncClient:
     """A client of one daemon. Use it as an async context manager, or call `close`.
 
     `connections` carry stripes in parallel. `timeout` (seconds) bounds every call that gives none; when it passes, the
-    call raises DeadlineExceeded. Lost connections are restored with backoff within that time.
+    call raises DeadlineExceeded. Lost connections are restored with backoff within that time. `token` is the bearer token,
+    `KVSTORE_TOKEN` of the environment if not given.
     """
 
     def __init__(
-        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 2, timeout: float = 30.0, name: str = "", token: str = ""
+        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 2, timeout: float = 30.0, name: str = "", token: str | None = None
     ) -> None:
         if not 1 <= connections <= 64:
             raise BadRequest(f"{connections} connections: give 1 to 64")
         self.timeout = timeout
-        self._pool = Pool(endpoint, connections, client=name or f"pid {os.getpid()}", token=token)
+        secret = os.environ.get("KVSTORE_TOKEN", "") if token is None else token
+        self._pool = Pool(endpoint, connections, client=name or f"pid {os.getpid()}", token=secret)
 
     async def __aenter__(self) -> "AsyncClient":
         try:

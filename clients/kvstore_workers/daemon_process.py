@@ -72,6 +72,10 @@ class DaemonProcess:
             self._process.send_signal(signal.SIGTERM)
         return self.wait_exit(timeout)
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """Kill it at once (SIGKILL)."""
         if self._process.poll() is None:

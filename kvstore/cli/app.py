@@ -7,6 +7,7 @@ import typer
 
 from kvstore import __version__
 from kvstore.cli import data, namespaces, serve, watch
+from kvstore.cli.common import credentials
 from kvstore.errors import KVStoreError
 
 app = typer.Typer(
@@ -32,8 +33,16 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
-    pass
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    token: Annotated[
+        str,
+        typer.Option(
+            envvar="KVSTORE_TOKEN", help="Bearer token, if the daemon wants one; others see it here, so better in the environment."
+        ),
+    ] = "",
+) -> None:
+    credentials.token = token
 
 
 def main() -> None:

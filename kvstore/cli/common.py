@@ -5,6 +5,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import typer
 
 from kvstore.errors import BadRequest, ConnectionLost, error_from_code
+from kvstore_client import Client
 
 DEFAULT_HTTP = "http://127.0.0.1:7420"
 DEFAULT_DATA = "127.0.0.1:7421"
@@ -25,11 +27,27 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TokensOption = Annotated[str, typer.Option("--tokens", "-t", help="Token ids: 1,2,3 or @FILE (.npy, or raw uint32 little-endian).")]
 
 
+@dataclass(slots=True)
+class Credentials:
+    """What the commands show the daemon; set once from the options before the command."""
+
+    token: str = ""
+
+
+credentials = Credentials()
+
+
+def connect(endpoint: str) -> Client:
+    """A client of the data plane."""
+    return Client(endpoint, token=credentials.token)
+
+
 def http_json(base: str, path: str, *, method: str = "GET", body: object | None = None) -> Any:
     """One request to the control plane. Raises the daemon's typed error, or ConnectionLost."""
     data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(base.rstrip("/") + path, data, {"Content-Type": "application/json"}, method=method)
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {credentials.token}"} if credentials.token else {})
+        request = urllib.request.Request(base.rstrip("/") + path, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as response:
             raw = response.read()
             return json.loads(raw) if raw else None

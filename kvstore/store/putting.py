@@ -55,6 +55,10 @@ class Puts:
         """The puts to a namespace."""
         return [put for put in self._open.values() if put.space is space]
 
+    def of_tenant(self, tenant: str) -> int:
+        """How many puts a tenant has under way."""
+        return sum(put.space.settings.tenant == tenant for put in self._open.values())
+
     def of_put_id(self, space: Space, put_id: bytes) -> list[Put]:
         """The puts of one computation."""
         return [put for put in self._open.values() if put.space is space and put.request.put_id == put_id]
@@ -68,7 +72,7 @@ class Puts:
         """
         if len(self._open) >= MAX_OPEN_PUTS:
             self._stats.puts_busy += 1
-            raise Busy(f"{MAX_OPEN_PUTS} puts are under way", retry_after_ms=100)
+            raise Busy("too many puts are under way", retry_after_ms=100)
         if len(request.tokens) % space.tree.pages.token_bytes:
             raise BadRequest(f"a put covers whole pages of {space.spec.label_words} tokens, not {len(request.tokens) / 4:g} tokens")
         check_parts(space.spec, request, base.pages + len(request.tokens) // space.tree.pages.token_bytes)
@@ -117,7 +121,7 @@ class Puts:
                     raise BadRequest(f"{part} overlaps with {other}, which another shard brings under this put id")
         alone = whole_components(space.spec, request.ranges) & space.tree.rules.required == space.tree.rules.required
         if not alone and self.assemblies.pages + pages > MAX_PENDING_PAGES:
-            raise Busy(f"{self.assemblies.pages} pages wait for other shards", retry_after_ms=1000)
+            raise Busy("too many pages wait for other shards", retry_after_ms=1000)
 
     async def _name_pages(self, put: Put, path: Path, slots: npt.NDArray[np.int32]) -> None:
         """Compute the keys of the put's pages, and of those before them that are not in the tree."""

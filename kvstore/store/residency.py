@@ -97,11 +97,7 @@ class Residency:
                 if await self._find_room(slot_class, max(0.0, deadline - loop.time()), evicting=demand > 0):
                     continue
                 if loop.time() >= deadline:
-                    usage = self._arena.usage()
-                    raise Busy(
-                        f"no DRAM free for {slot_class.slot_bytes} bytes ({usage.used} of {usage.capacity} in use)",
-                        retry_after_ms=max(50, int(1000 * wait_s)),
-                    )
+                    raise Busy(f"no DRAM free for {slot_class.slot_bytes} bytes", retry_after_ms=max(50, int(1000 * wait_s)))
                 if not demand:
                     demand = slot_class.slot_bytes
                     self._demand += demand

@@ -277,7 +277,7 @@ class Writeback:
         for space in spaces:
             space.clear_wanted()
         if missing > 0:
-            return NoSpace(f"the SSD tier is full ({usage.used} of {usage.capacity} bytes), and what is there is leased or retained")
+            return NoSpace("the SSD tier is full, and what is there is leased or retained")
         return None
 
     def _finish(self, batch: _Batch, failure: KVStoreError | None) -> None:
