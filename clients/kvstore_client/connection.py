@@ -12,6 +12,7 @@ from kvstore.api.wire import (
     PROTOCOL_VERSION,
     SLICES_META,
     BadRequest,
+    Busy,
     Channel,
     ConnectionLost,
     FrameType,
@@ -129,13 +130,19 @@ class Connection:
     ) -> Fetched:  # fmt: skip
         """Fetch a stripe straight into `target`. `arrived` is told of pieces (first index, digests, digests sent).
 
-        Once this returns or raises, nothing more is written into `target`.
+        Waits while the tenant has as much in flight as its quota allows. Once this returns or raises, nothing more is
+        written into `target`.
         """
         payload = b"".join(stripe.blobs) + pack_runs(stripe.runs)
-        call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived)
         message = FetchRequest(namespace=namespace, blobs=len(stripe.blobs), provisional=provisional)
-        _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
-        return unpack(Fetched, meta)
+        while True:
+            call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived)
+            try:
+                _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
+            except Busy as busy:  # said before the first piece
+                await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
+            else:
+                return unpack(Fetched, meta)
 
     async def send_slices(self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview]) -> None:
         """Send consecutive slices of one part of a put; digests are computed on the way. There is no reply: commit tells."""

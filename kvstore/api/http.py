@@ -234,11 +234,15 @@ class ControlPlane:
         if request.method == "HEAD":
             await response.prepare(request)
             return response
-        held = await self._store.hold(space, row)
+        self._store.quotas.start_fetch(space.settings.tenant, stop - start)
         try:
-            await self._send_blob(request, response, space, held, layout, start, stop)
+            held = await self._store.hold(space, row)
+            try:
+                await self._send_blob(request, response, space, held, layout, start, stop)
+            finally:
+                held.release()
         finally:
-            held.release()
+            self._store.quotas.end(space.settings.tenant, stop - start)
         return response
 
     async def _send_blob(

@@ -1,8 +1,7 @@
 """How much of a daemon each tenant may take up. Pure accounting: who enforces it asks here first."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvstore.errors import Busy, NoSpace
@@ -67,18 +66,40 @@ class Quotas:
         if not self._in_flight[tenant]:
             del self._in_flight[tenant]
 
-    @contextmanager
-    def fetching(self, tenant: str, nbytes: int) -> Iterator[None]:
-        """Count a fetch's bytes as in flight meanwhile. Raises Busy; a fetch larger than the quota goes alone."""
+    def start_fetch(self, tenant: str, nbytes: int) -> None:
+        """Count a fetch's bytes as in flight until `end`. Raises Busy; a fetch larger than the quota goes alone."""
         limit = self.of(tenant).in_flight
         self._start(tenant, nbytes, None if limit is None else max(limit, nbytes))
-        try:
-            yield
-        finally:
-            self.end(tenant, nbytes)
 
     def _start(self, tenant: str, nbytes: int, limit: int | None) -> None:
         if limit is not None and self._in_flight[tenant] + nbytes > limit:
             have = self._in_flight[tenant]
             raise Busy(f"this tenant has {have} bytes in flight; {nbytes} more are over its quota", retry_after_ms=_RETRY_MS)
         self._in_flight[tenant] += nbytes
+
+
+class SsdBudget:
+    """The tenants' SSD quotas as one group commit meets them. `used` counts a tenant's bytes on SSD, `make_room` evicts its own."""
+
+    def __init__(self, quotas: Quotas, used: Callable[[str], int], make_room: Callable[[int, str], int]) -> None:
+        self._quotas = quotas
+        self._count = used
+        self._make_room = make_room
+        self._on_disk: dict[str, int] = {}
+        self._admitted: Counter[str] = Counter()
+
+    def refuses(self, tenant: str, nbytes: int) -> NoSpace | None:
+        """Why `nbytes` more of a tenant can't be written; None if they can, and then they are counted."""
+        limit = self._quotas.of(tenant).ssd
+        if limit is None or not nbytes:
+            return None
+        if tenant not in self._on_disk:
+            self._on_disk[tenant] = self._count(tenant)
+        missing = room_to_make(limit, self._on_disk[tenant] + self._admitted[tenant], nbytes)
+        if missing and nbytes <= limit:
+            self._make_room(missing, tenant)
+            self._on_disk[tenant] = self._count(tenant)
+        if self._on_disk[tenant] + self._admitted[tenant] + nbytes > limit:
+            return NoSpace(f"this tenant's SSD quota of {limit} bytes is full, and what it has there is leased or retained")
+        self._admitted[tenant] += nbytes
+        return None

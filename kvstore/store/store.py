@@ -31,7 +31,7 @@ from kvstore.store.pending import Pending
 from kvstore.store.prefixes import Prefixes, rows_to_load
 from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
-from kvstore.store.quotas import Quota, Quotas
+from kvstore.store.quotas import Quota, Quotas, SsdBudget
 from kvstore.store.recovery import Recovery
 from kvstore.store.residency import Held, Residency
 from kvstore.store.space import NamespaceSettings, Space, Trash
@@ -161,11 +161,12 @@ class Store:
         budget = MoveBudget(config.move_share, config.dram_bytes // 20, config.dram_bytes // 8)
         self._residency = Residency(
             self._arena, self._blob_file, self._readers, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
-            Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget),
+            Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas,
         )  # fmt: skip
         self._writeback = Writeback(
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
-            lambda wanted: self._residency.make_ssd_room(wanted, self._clock.now()), self._arena.view, config.batch_bytes, self._clock.now,
+            lambda wanted, tenant: self._residency.make_ssd_room(wanted, self._clock.now(), tenant), self._arena.view, config.batch_bytes,
+            self._clock.now, lambda make_room: SsdBudget(self.quotas, self._ssd_used_by, make_room),
         )  # fmt: skip
         self._residency.writeback = self._writeback
         self._puts = Puts(
@@ -177,6 +178,7 @@ class Store:
             config.put_idle_s,
             self._blob_file.footprint,
             config.ssd_bytes,
+            self.quotas,
         )
 
         self._prefixes = Prefixes(self._residency, self._writeback, self.pins, self._use)
@@ -517,11 +519,14 @@ class Store:
 
     def usage_of(self, tenant: str) -> dict[str, Usage]:
         """A tenant's own usage by tier, out of its quota, or of the tier if it has none."""
-        quota, extent = self.quotas.of(tenant), self._blob_file.extent_bytes
+        quota = self.quotas.of(tenant)
         return {
             "dram": Usage(quota.dram or self._arena.capacity, self._arena.used_by(tenant)),
-            "ssd": Usage(quota.ssd or self._blob_file.capacity, sum(s.ssd_bytes(extent) for s in self._spaces.of(tenant))),
+            "ssd": Usage(quota.ssd or self._blob_file.capacity, self._ssd_used_by(tenant)),
         }
+
+    def _ssd_used_by(self, tenant: str) -> int:
+        return sum(space.ssd_bytes(self._blob_file.extent_bytes) for space in self._spaces.of(tenant))
 
     def puts_open_of(self, tenant: str) -> int:
         """A tenant's puts under way."""

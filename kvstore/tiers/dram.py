@@ -314,7 +314,10 @@ class Arena:
         ]
 
     def allocate_dense(self, slot_class: SlotClass, count: int) -> list[int]:
-        """Up to `count` free slots where the fewest are left: for what is moved together."""
+        """Up to `count` free slots where the fewest are left: for what is moved together.
+
+        They count for their tenant only after `moved`, so that a move takes nothing from its quota.
+        """
         found: list[int] = []
         for number in sorted(self._open.get(slot_class, ()), key=lambda n: len(self._segments[n].free)):
             segment = self._segments[number]
@@ -329,6 +332,11 @@ class Arena:
                 break
         self._used += len(found) * slot_class.slot_bytes
         return found
+
+    def moved(self, slot: int) -> None:
+        """A move to a slot from `allocate_dense` has ended, well or not."""
+        slot_class = self.class_of(slot)
+        self._used_by[slot_class.tenant] += slot_class.slot_bytes
 
     def owned_slots(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """The slots in use of a segment, and their owners; None if one of them has no owner (yet)."""

@@ -232,13 +232,15 @@ def test_quotas() -> None:
     with pytest.raises(Busy) as raised:
         quotas.start_put("a", 41)
     assert raised.value.retry_after_ms
-    with quotas.fetching("a", 40), pytest.raises(Busy), quotas.fetching("a", 1):
-        pass
-    with pytest.raises(Busy), quotas.fetching("a", 1000):
-        pass
+    quotas.start_fetch("a", 40)
+    for refused in (1, 1000):
+        with pytest.raises(Busy):
+            quotas.start_fetch("a", refused)
     quotas.end("a", 60)
-    with quotas.fetching("a", 1000):  # larger than the quota: alone
-        assert quotas.in_flight("a") == 1000
+    quotas.end("a", 40)
+    quotas.start_fetch("a", 1000)  # larger than the quota: alone
+    assert quotas.in_flight("a") == 1000
+    quotas.end("a", 1000)
     assert quotas.in_flight("a") == 0
     quotas.replace({})
     quotas.start_put("a", 1 << 40)
