@@ -112,8 +112,8 @@ def test_dram_that_is_all_leased_is_busy(limited: DaemonProcess, alice: Client) 
 
 def test_ssd_makes_room_among_its_own(limited: DaemonProcess, alice: Client) -> None:
     with Client(limited.endpoint, token=BOB) as bob:
-        his = bob.namespace("his", "f", SPEC, retention_s=0)  # could be evicted, and is older than all of hers
-        fill(his, 5, durable=True)
+        his = bob.namespace("his", "f", SPEC, retention_s=0)  # could be evicted: it is older than all of hers, and larger
+        fill(his, 25, durable=True)
         before = used(limited, "ssd", BOB)
         hers = alice.namespace("hers", "f", SPEC, retention_s=0)
         for n in range(20):  # 80 pages, where 30 fit
