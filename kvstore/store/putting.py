@@ -186,7 +186,7 @@ class Puts:
     def _check_size(self, put: Put, wanted: npt.NDArray[np.bool_]) -> int:
         """A put that can never fit is refused at once. Returns the bytes it takes in DRAM."""
         cells = wanted.sum(axis=0).tolist()
-        needed = sum(n * Arena.slot_class("", size).slot_bytes for n, size in zip(cells, put.stored_sizes, strict=True))
+        needed: int = sum(n * Arena.slot_class("", size).slot_bytes for n, size in zip(cells, put.stored_sizes, strict=True))
         if needed > self._arena.capacity:
             raise NoSpace(
                 f"a put of {needed} bytes does not fit into a DRAM tier of {self._arena.capacity}: "
