@@ -65,6 +65,9 @@ class Config(BaseModel):
     tokens: SecretStr | None = Field(None, description="bearer tokens, from the environment only: TENANT:ACCESS:SECRET, ...")
     tenants: Tenants = Field(default_factory=dict, description="quotas by tenant; `*` for those without their own")
     insecure: bool = Field(False, description="allow another address than loopback without tokens")
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM) for both planes; with it, TCP is TLS only")
+    tls_key: Path | None = Field(None, description="its key (PEM), not encrypted")
+    tls_client_ca: Path | None = Field(None, description="certificates (PEM) of who signs those of clients; with it, clients need one")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
     @model_validator(mode="after")
@@ -78,6 +81,8 @@ class Config(BaseModel):
             raise ValueError(f"extent is {self.extent}: choose 16 less than a multiple of 4096, such as 69616, so that LMDB wastes nothing")
         if self.tokens_file is not None and self.tokens is not None:
             raise ValueError("give tokens either by tokens_file or by KVSTORE_TOKENS, not both")
+        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca is not None and self.tls_cert is None):
+            raise ValueError("tls_cert and tls_key go together, and tls_client_ca with them")
         if not (self.loopback or self.guarded or self.insecure):
             raise ValueError(
                 f"host is {self.host}, which others can reach, and there are no tokens: give a tokens_file (docs/security.md), "

@@ -101,6 +101,7 @@ class Connection:
             task.cancel()
 
     async def _handshake(self) -> bool:
+        await self.channel.shake_hands()
         found = await self.channel.read_header()
         if found is None:
             return False

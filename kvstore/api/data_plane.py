@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 from kvstore.api.connection import CLIENT_TIMEOUT_S, Connection
 from kvstore.api.guard import Guard
 from kvstore.api.sessions import Sessions
-from kvstore.api.wire import Channel
+from kvstore.api.wire import Channel, TlsChannel
 from kvstore.errors import Conflict
 from kvstore.store import Store
 
@@ -23,12 +24,16 @@ _LARGE_PAYLOADS = 16
 
 
 class DataPlane:
-    """Accepts connections until closed. `max_connections` bounds them; one more is closed at once.
+    """Accepts connections until closed, those over TCP with `tls`. `max_connections` bounds them; one more is closed at once.
 
     `client_timeout_s` bounds how long a client may take over a frame that has begun, in either direction.
     """
 
-    def __init__(self, store: Store, guard: Guard, *, max_connections: int = 1024, client_timeout_s: float = CLIENT_TIMEOUT_S) -> None:
+    def __init__(
+        self, store: Store, guard: Guard, *, tls: ssl.SSLContext | None = None, max_connections: int = 1024,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        self._tls = tls
         self._guard = guard
         self.sessions = Sessions(store)
         self._store = store
@@ -81,7 +86,8 @@ class DataPlane:
             task.add_done_callback(self._connections.discard)
 
     async def _serve(self, sock: socket.socket, endpoint: str) -> None:
-        channel = Channel(sock)
+        plain = self._tls is None or sock.family == socket.AF_UNIX
+        channel = Channel(sock) if plain or self._tls is None else TlsChannel(sock, self._tls)
         connection = Connection(channel, self._store, self.sessions, endpoint, self._large_payloads, self._guard, self._client_timeout_s)
         task = asyncio.current_task()
         assert task is not None

@@ -118,15 +118,16 @@ class Guard:
                     await self._hurry.wait()
             except TimeoutError:
                 pass
+            hurried = self._hurry.is_set()
+            self._hurry.clear()
             if self._file is not None:
-                await self._keep_up(self._file)
+                await self._keep_up(self._file, hurried)
             tick()
 
-    async def _keep_up(self, file: TokenFile) -> None:
+    async def _keep_up(self, file: TokenFile, hurried: bool) -> None:
         signature = await asyncio.to_thread(file.signature)
-        if signature == self._seen and not self._hurry.is_set():
+        if signature == self._seen and not hurried:
             return
-        self._hurry.clear()
         self._seen = signature
         try:
             table, self._seen = await asyncio.to_thread(file.load)

@@ -1,6 +1,7 @@
 """The commands, put together, and what becomes of errors."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,8 +42,12 @@ def _root(
             envvar="KVSTORE_TOKEN", help="Bearer token, if the daemon wants one; others see it here, so better in the environment."
         ),
     ] = "",
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(envvar="KVSTORE_TLS_CA", help="Certificates (PEM) to trust instead of the system's."),
+    ] = None,
 ) -> None:
-    credentials.token = token
+    credentials.token, credentials.tls_ca = token, tls_ca
 
 
 def main() -> None:

@@ -21,6 +21,9 @@ def serve(
     unix_socket: Annotated[Path | None, typer.Option(help="Unix socket [default: kvstore.sock in the data directory].")] = None,
     tokens_file: Annotated[Path | None, typer.Option(help="TOML file of bearer tokens and quotas; see docs/security.md.")] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow another address than loopback without tokens.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM) for both planes.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="Who signs the certificates that clients then need (PEM).")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [default: info].")] = None,
 ) -> None:
     """Run the daemon until SIGTERM or Ctrl-C.
@@ -38,6 +41,9 @@ def serve(
         "unix_socket": unix_socket,
         "tokens_file": tokens_file,
         "insecure": insecure,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "tls_client_ca": tls_client_ca,
         "log_level": log_level,
     }
     settings = load_config(flags, config)

@@ -167,6 +167,16 @@ async def test_what_becomes_of_the_file(tmp_path: Path, caplog: pytest.LogCaptur
         await asyncio.gather(watch, return_exceptions=True)
 
 
+async def test_a_hurry_without_a_file_is_harmless() -> None:
+    guard, ticks = Guard(), asyncio.Event()
+    watch = asyncio.create_task(guard.watch(ticks.set))
+    guard.hurry()
+    await ticks.wait()
+    await asyncio.sleep(0)  # gets its turn only if the watch waits again
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+
+
 def test_every_frame_of_a_client_has_its_access() -> None:
     """Deny by default: a new frame type has to say who may send it."""
     requests = {kind for kind in FrameType if kind < 64} - {FrameType.HELLO}

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import ssl
 import time
 import urllib.request
 from types import TracebackType
@@ -16,11 +17,15 @@ from kvstore_client.connection import parse_endpoint
 class RawClient:
     """Frames by hand. `hello=False` leaves out the handshake."""
 
-    def __init__(self, endpoint: str, *, hello: bool = True, token: str = "", session: bytes = b"") -> None:
+    def __init__(
+        self, endpoint: str, *, hello: bool = True, token: str = "", session: bytes = b"", tls: ssl.SSLContext | None = None
+    ) -> None:
         family, address = parse_endpoint(endpoint)
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         self.sock.settimeout(10)
         self.sock.connect(address)
+        if tls is not None:
+            self.sock = tls.wrap_socket(self.sock, server_hostname=address[0])
         if hello:
             self.send(FrameType.HELLO, 0, Hello(versions=[PROTOCOL_VERSION], client="raw", token=token, session=session))
             header, meta, _ = self.receive()
