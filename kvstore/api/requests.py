@@ -244,5 +244,12 @@ ACCESS: dict[FrameType, Access] = {
     FrameType.SLICES: Access.WRITE,
     FrameType.COMMIT: Access.WRITE,
     FrameType.ABORT: Access.WRITE,
+    FrameType.FOLLOW: Access.READ,
+    FrameType.OUTCOME: Access.READ,
+    FrameType.PREFETCH: Access.READ,
+    FrameType.PIN: Access.WRITE,
+    FrameType.UNPIN: Access.WRITE,
+    FrameType.ABANDON: Access.WRITE,
+    FrameType.DELETE: Access.WRITE,
 }
 """What each frame of a client asks for. One that is not here is refused to everybody."""

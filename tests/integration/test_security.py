@@ -15,12 +15,17 @@ from kvstore.api.wire.messages import (
     CreateNamespace,
     Empty,
     FetchRequest,
+    Follow,
     Hello,
     LeaseRequest,
     Matched,
     MatchRequest,
     Message,
+    NamespaceInfo,
     NamespaceName,
+    Outcome,
+    Pinned,
+    Prefix,
     PutHandle,
     PutReady,
     PutStart,
@@ -129,8 +134,6 @@ def test_a_read_token_can_not_write_into_the_put_of_another_connection(secured: 
 
 
 def read_info(meta: bytes) -> str:
-    from kvstore.api.wire.messages import NamespaceInfo
-
     return read(NamespaceInfo, meta).id
 
 
@@ -168,6 +171,9 @@ def test_stat_is_of_the_tenant_or_for_an_admin_of_all(secured: DaemonProcess) ->
 # --- a tenant learns nothing ---------------------------------------------------------------------------------------------------
 
 
+PREFIXES = (FrameType.PREFETCH, FrameType.PIN, FrameType.ABANDON, FrameType.DELETE)
+
+
 def probes(space: str, blob: bytes) -> list[tuple[FrameType, Message, bytes]]:
     tokens = context(50).tobytes()
     start = PutStart(namespace=space, put_id=bytes(16), first_page=0, parts=[(0, 0, 8, 0, 2)])
@@ -181,12 +187,16 @@ def probes(space: str, blob: bytes) -> list[tuple[FrameType, Message, bytes]]:
         (FrameType.FETCH, FetchRequest(namespace="mine", blobs=1), blob + run),
         (FrameType.MATCH, MatchRequest(namespace="mine", parts=True), tokens),
         (FrameType.PUT, start, tokens),
+        *((kind, Prefix(namespace=space, ttl_ms=1000), tokens) for kind in PREFIXES),
+        *((kind, Prefix(namespace="mine", ttl_ms=1000), tokens) for kind in PREFIXES),
+        (FrameType.FOLLOW, Follow(namespace="mine", put_id=bytes(16)), b""),
+        (FrameType.FOLLOW, Follow(namespace=space, put_id=bytes(16)), b""),
         (FrameType.NAMESPACE_DROP, NamespaceName(namespace=space), b""),
     ]
 
 
-def replies_to_numbers(daemon: DaemonProcess, lease: int, handle: int) -> list[bytes]:
-    """What bob hears, to the byte, when he asks for a lease and a put by their numbers."""
+def replies_to_numbers(daemon: DaemonProcess, lease: int, handle: int, pin: int) -> list[bytes]:
+    """What bob hears, to the byte, when he asks for a lease, a put and a pin by their numbers."""
     heard = []
     with RawClient(daemon.endpoint, token=BOB) as bob:
         for kind, message in (
@@ -194,13 +204,19 @@ def replies_to_numbers(daemon: DaemonProcess, lease: int, handle: int) -> list[b
             (FrameType.LEASE_RELEASE, LeaseRequest(lease=lease)),
             (FrameType.COMMIT, PutHandle(handle=handle)),
             (FrameType.ABORT, PutHandle(handle=handle)),
+            (FrameType.OUTCOME, Outcome(handle=handle)),
+            (FrameType.UNPIN, Pinned(namespace="mine", pin=pin)),
+            (FrameType.MATCH, MatchRequest(namespace="mine", base=lease)),
         ):
             header, meta, body = bob.ask(kind, message)
             heard.append(bytes([header.type]) + meta + body)
         bob.send_raw(encode_bulk(FrameType.SLICES, 5, SLICES_META.pack(handle, 0, 0, 0), 4096, 1) + bytes(4096 + 16))
         header, meta, body = bob.receive()
         heard.append(bytes([header.type]) + meta + body)
-    return [reply.replace(str(lease).encode(), b"LEASE").replace(str(handle).encode(), b"PUT") for reply in heard]
+    return [
+        reply.replace(str(lease).encode(), b"LEASE").replace(str(handle).encode(), b"PUT").replace(str(pin).encode(), b"PIN")
+        for reply in heard
+    ]
 
 
 def replies(daemon: DaemonProcess, space: str, blob: bytes) -> list[bytes]:
@@ -258,8 +274,11 @@ def test_what_is_anothers_is_as_what_never_was(secured: DaemonProcess) -> None:
         start = PutStart(namespace=space, put_id=bytes(16), first_page=0, parts=[(0, 0, 8, 0, 2)])
         her_put = read(PutReady, raw.ask(FrameType.PUT, start, context(51).tobytes())[1]).handle
         assert before == replies(secured, space, blob)
-        assert replies_to_numbers(secured, hers, her_put) == replies_to_numbers(secured, as_long_as(hers), as_long_as(her_put))
-        assert raw.ask(FrameType.LEASE_RELEASE, LeaseRequest(lease=hers))[0].type is FrameType.OK, "bob's tries left it alone"
+        her_pin = read(Pinned, raw.ask(FrameType.PIN, Prefix(namespace=space, ttl_ms=60_000), tokens.tobytes())[1]).pin
+        asked, nothing = (hers, her_put, her_pin), (as_long_as(hers), as_long_as(her_put), as_long_as(her_pin))
+        assert replies_to_numbers(secured, *asked) == replies_to_numbers(secured, *nothing)
+        for kind, message in ((FrameType.LEASE_RELEASE, LeaseRequest(lease=hers)), (FrameType.UNPIN, Pinned(namespace=space, pin=her_pin))):
+            assert raw.ask(kind, message)[0].type is FrameType.OK, "bob's tries did not leave it alone"
     with client(secured, ALICE) as alice:
         assert fetch_checked(alice.namespace(space), tokens) == 4
         alice.namespace(space).drop()
