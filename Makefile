@@ -70,4 +70,4 @@ $(ORACLE)/.installed: tests/oracle/requirements.txt tests/oracle/sglang.txt
 	@touch $@
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) $(ORACLE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

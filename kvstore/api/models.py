@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from kvstore.errors import BadRequest
 from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
 from kvstore.store.stats import Stats
+from kvstore.store.verify import CheckReport
 from kvstore.tiers.dram import SegmentUsage
 
 NAME_PATTERN = r"^[A-Za-z0-9._:@-]{1,200}$"
@@ -167,6 +168,7 @@ class Match(ReplyModel):
 
     pages: int
     tokens: int
+    known_pages: Annotated[int, Field(description="how far the pages go; `pages` is the longest usable boundary among them")]
     dram_pages: int
     epoch: int
     endpoints: list[str]
@@ -221,6 +223,37 @@ class Stat(ReplyModel):
     descriptors: int
     rss_bytes: Annotated[int, Field(description="resident memory, DRAM segments included")]
     namespaces: list[Namespace]
+
+
+# --- check -----------------------------------------------------------------------------------------------------------------
+
+
+class CheckProgressLine(ReplyModel):
+    """How far a check is, in bytes of stored blobs."""
+
+    event: Literal["progress"] = "progress"
+    namespace: str
+    done_bytes: int
+    total_bytes: int
+
+
+class CheckResultLine(ReplyModel):
+    """What a check found. It is the last line."""
+
+    event: Literal["result"] = "result"
+    report: CheckReport
+
+
+class CheckProblemLine(ReplyModel):
+    """The check ended early. It is the last line."""
+
+    event: Literal["problem"] = "problem"
+    code: str
+    detail: str
+
+
+class CheckLine(RootModel[Annotated[CheckProgressLine | CheckResultLine | CheckProblemLine, Field(discriminator="event")]]):
+    """One line of the answer to POST /v1/check."""
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------------

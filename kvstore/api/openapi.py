@@ -10,7 +10,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from kvstore import __version__
 from kvstore.api.models import Problem
-from kvstore.api.routes import JSON, Reply, Route
+from kvstore.api.routes import JSON, NDJSON, Reply, Route
 
 _PROBLEM_JSON = "application/problem+json"
 _HEADERS = {
@@ -75,7 +75,10 @@ def _reply(reply: Reply, schemas: _Schemas, *, with_body: bool) -> dict[str, Any
     headers |= {name: {"description": text, "required": True, "schema": {"type": "string"}} for name, text in reply.headers.items()}
     made: dict[str, Any] = {"description": reply.description, "headers": headers}
     if reply.media is not None and with_body:
-        made["content"] = {reply.media: {} if reply.model is None else {"schema": schemas[reply.model, "serialization"]}}
+        schema = None if reply.model is None else schemas[reply.model, "serialization"]
+        if reply.media == NDJSON:
+            schema = {"type": "array", "items": schema, "description": "one line each"}
+        made["content"] = {reply.media: {} if schema is None else {"schema": schema}}
     if reply.links:
         made["links"] = {name: {"operationId": name, "parameters": {"namespace": "$response.body#/id"}} for name in reply.links}
     return made

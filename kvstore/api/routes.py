@@ -12,6 +12,7 @@ from kvstore.api.models import BLOB_PATTERN, NAME_PATTERN
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 JSON = "application/json"
+NDJSON = "application/x-ndjson"
 ALWAYS = (500, 503)
 """Errors of every request that needs the store: a bug, and a store that is loading, stopping or busy."""
 OF_BODY = (400, 413, 422)

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import data, namespaces, serve, watch
+from kvstore.cli import check, data, namespaces, serve, watch
+from kvstore.cli.common import print_error
 from kvstore.errors import KVStoreError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app.command()(serve.serve)
 app.command()(watch.status)
 app.command()(watch.top)
 app.add_typer(namespaces.app, name="ns")
+app.command()(check.check)
 app.command()(data.put)
 app.command()(data.get)
 app.command()(data.match)
@@ -41,5 +43,5 @@ def main() -> None:
     try:
         app()
     except KVStoreError as error:
-        print(f"kvstore: {error.code}: {error.message}", file=sys.stderr)
+        print_error(error)
         sys.exit(1)

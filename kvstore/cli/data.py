@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvstore.cli.common import DEFAULT_DATA, EndpointOption, JsonOption, TokensOption, parse_tokens, print_json, size_text
+from kvstore.cli.common import DEFAULT_DATA, EndpointOption, JsonOption, TokensOption, exits_with, parse_tokens, print_json, size_text
 from kvstore.errors import BadRequest, NotFound
 from kvstore_client import Client
 
@@ -44,6 +44,7 @@ def put(
         typer.echo(f"{done.new_pages} new pages, {done.existing_pages} were there; {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 
+@exits_with(miss=1, error=2)
 def get(
     namespace: NamespaceArgument,
     tokens: TokensOption,
@@ -51,7 +52,7 @@ def get(
     endpoint: EndpointOption = DEFAULT_DATA,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch the longest prefix that is in the store. Exit code 1 if there is none."""
+    """Fetch the longest prefix that is in the store. Exit code 1 if nothing of it is there, 2 for an error."""
     ids = parse_tokens(tokens)
     with Client(endpoint) as client:
         space = client.namespace(namespace)
@@ -76,8 +77,9 @@ def get(
         typer.echo(f"{pages} pages ({matched} of {len(ids)} tokens), {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 
+@exits_with(miss=1, error=2)
 def match(namespace: NamespaceArgument, tokens: TokensOption, endpoint: EndpointOption = DEFAULT_DATA, as_json: JsonOption = False) -> None:
-    """Say how much of a prefix is in the store, and where. Changes nothing."""
+    """Say how much of a prefix is in the store, and where. Changes nothing. Exit code 1 if nothing of it is, 2 for an error."""
     ids = parse_tokens(tokens)
     with Client(endpoint) as client:
         space = client.namespace(namespace)
@@ -87,3 +89,5 @@ def match(namespace: NamespaceArgument, tokens: TokensOption, endpoint: Endpoint
         print_json({"pages": pages, "tokens": matched, "asked_tokens": len(ids), "dram_pages": in_dram})
     else:
         typer.echo(f"{matched} of {len(ids)} tokens: {pages} pages, {in_dram} in DRAM and {pages - in_dram} on SSD")
+    if not pages:
+        raise typer.Exit(1)

@@ -20,13 +20,15 @@ from tests.integration.pages import content, context, open_namespace
 from tests.integration.test_http import ask
 
 EXAMPLES = os.environ.get("OPENAPI_EXAMPLES", "20")
+ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
 def schemathesis(daemon: DaemonProcess, *arguments: str, config: Path = CONFIG) -> str:
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run", f"{daemon.http}/openapi.json"]
     limits = ["--checks", "all", "--max-examples", EXAMPLES, "--generation-deterministic", "--no-color"]
-    done = subprocess.run([*command, *limits, *arguments], capture_output=True, text=True, cwd=config.parent)
+    environment = {**os.environ, "SCHEMATHESIS_HOOKS": "tests.integration.schemathesis_hooks"}
+    done = subprocess.run([*command, *limits, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -4,6 +4,7 @@ from aiohttp import web
 
 from kvstore.api.data_plane import DataPlane
 from kvstore.api.http.blobs import BlobRoutes
+from kvstore.api.http.check import CheckRoutes
 from kvstore.api.http.namespaces import NamespaceRoutes
 from kvstore.api.http.service import Service
 from kvstore.api.http.status import StatusRoutes
@@ -25,7 +26,7 @@ class ControlPlane:
             "GET", "/openapi.json", "openapi", "This document", self._openapi,
             (Reply(200, "OpenAPI 3.1", media="application/json"),), (500,),
         )  # fmt: skip
-        parts = (StatusRoutes(self._service), NamespaceRoutes(self._service), BlobRoutes(self._service))
+        parts = (StatusRoutes(self._service), NamespaceRoutes(self._service), BlobRoutes(self._service), CheckRoutes(self._service))
         self.routes = [own, *(route for part in parts for route in part.routes())]
         self._document = document(self.routes)
         # A GET of aiohttp answers HEAD too, so a HEAD in the list is there for the document.

@@ -34,7 +34,7 @@ class NamespaceRoutes:
             Route(
                 "POST", "/v1/namespaces", "createNamespace", "Create a namespace, or find it if it is there", self._create,
                 tuple(Reply(status, text, Namespace, headers=location, links=then) for status, text in ((201, "made"), (200, "was there"))),
-                (*OF_BODY, 409, 501, *ALWAYS), body=NamespaceBody,
+                (*OF_BODY, 409, *ALWAYS), body=NamespaceBody,
             ),
             Route(
                 "GET", one, "describeNamespace", "One namespace", self._describe,
@@ -89,6 +89,7 @@ class NamespaceRoutes:
             Match(
                 pages=match.pages,
                 tokens=match.tokens,
+                known_pages=match.known_pages,
                 dram_pages=match.dram_pages,
                 epoch=store.epoch,
                 endpoints=self._service.endpoints,
