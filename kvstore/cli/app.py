@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import check, data, namespaces, serve, watch
+from kvstore.cli import check, data, doctor, namespaces, serve, watch
 from kvstore.cli.common import print_error
 from kvstore.errors import KVStoreError
 
@@ -22,6 +22,7 @@ app.command()(watch.status)
 app.command()(watch.top)
 app.add_typer(namespaces.app, name="ns")
 app.command()(check.check)
+app.command()(doctor.doctor)
 app.command()(data.put)
 app.command()(data.get)
 app.command()(data.match)
