@@ -16,7 +16,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kvstore.cli.common import DEFAULT_HTTP, JsonOption, exits_with, http_json, http_problem, print_json, size_text, unreachable
+from kvstore.cli.common import (
+    DEFAULT_HTTP,
+    JsonOption,
+    exits_with,
+    http_json,
+    http_problem,
+    http_request,
+    print_json,
+    size_text,
+    unreachable,
+)
 from kvstore.config import default_data_dir, parse_size
 from kvstore.errors import BadRequest, DataDirError, KVStoreError, error_from_code
 
@@ -87,8 +97,7 @@ def _running(base: str, rate: int | None, tell: Tell) -> dict[str, Any]:
     """Have a daemon check its own store, and follow it."""
     query = "" if rate is None else f"?bytes_per_s={rate}"
     try:
-        request = urllib.request.Request(base.rstrip("/") + "/v1/check" + query, b"", method="POST")
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(http_request(base, f"/v1/check{query}", method="POST"), timeout=60) as response:
             for raw in response:
                 line = json.loads(raw)
                 if line["event"] == "progress":

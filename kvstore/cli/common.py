@@ -32,12 +32,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TokensOption = Annotated[str, typer.Option("--tokens", "-t", help="Token ids: 1,2,3 or @FILE (.npy, or raw uint32 little-endian).")]
 
 
+def http_request(base: str, path: str, *, method: str = "GET", body: object | None = None) -> urllib.request.Request:
+    """A request to the control plane. The only place that makes one. Raises ValueError if `base` is no URL."""
+    data = None if body is None else json.dumps(body).encode()
+    return urllib.request.Request(base.rstrip("/") + path, data, {"Content-Type": "application/json"}, method=method)
+
+
 def http_json(base: str, path: str, *, method: str = "GET", body: object | None = None) -> Any:
     """One request to the control plane. Raises the daemon's typed error, or ConnectionLost."""
-    data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(base.rstrip("/") + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(http_request(base, path, method=method, body=body), timeout=30) as response:
             raw = response.read()
             return json.loads(raw) if raw else None
     except urllib.error.HTTPError as error:

@@ -53,7 +53,7 @@ def _check_node(tree: RadixTree, node: int, owner: "np.ndarray[tuple[int], np.dt
 
 def check_links(tree: RadixTree, node: int) -> None:
     """Raise AssertionError unless a node's links and counts are right. True between any two changes of the tree."""
-    nodes, pages = tree.nodes, tree.pages
+    nodes = tree.nodes
     children = nodes.children_of(node)
     assert len(children) == nodes.children[node], f"node {node} counts {nodes.children[node]} children, has {len(children)}"
     assert sum(nodes.sealed[c] for c in children) == nodes.sealed_children[node], f"node {node}: sealed children"
@@ -61,14 +61,20 @@ def check_links(tree: RadixTree, node: int) -> None:
     assert len(set(labels)) == len(labels), f"two children of node {node} begin with one label"
     for child in children:
         assert nodes.parent[child] == node, f"node {child} does not name its parent"
-        assert nodes.depth[child] == nodes.depth[node] + nodes.count[node], f"node {child} has the wrong depth"
-    if node == ROOT:
-        return
+    if node != ROOT:
+        check_place(tree, node)
+    if node != ROOT and not tree.ever_sealed and len(children) == 1:
+        assert nodes.count[node] + nodes.count[children[0]] > MOVE_LIMIT, f"node {node} and its only child should be one"
+
+
+def check_place(tree: RadixTree, node: int) -> None:
+    """Raise AssertionError unless a node (not the root) lies where it says. True between any two changes of the tree."""
+    nodes, pages = tree.nodes, tree.pages
+    parent = nodes.parent[node]
+    assert nodes.depth[node] == nodes.depth[parent] + nodes.count[parent], f"node {node} has the wrong depth"
     start, count = nodes.start[node], nodes.count[node]
     assert 0 < count <= nodes.capacity[node], f"node {node} has {count} pages of {nodes.capacity[node]}"
     assert (pages.node[start : start + count] == node).all(), f"a page of node {node} names another node"
-    if not tree.ever_sealed and len(children) == 1:
-        assert count + nodes.count[children[0]] > MOVE_LIMIT, f"node {node} and its only child should be one"
     if not nodes.sealed[node]:
         found = list(tree.child_index.candidates(tree._node_hash(node)))
         assert node in found, f"node {node} is not in the child index"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.errors import Cancelled, NotFound
-from kvstore.radix.check import check_links, check_run, is_node
+from kvstore.radix.check import check_links, check_place, check_run, is_node
 from kvstore.radix.structure import ROOT
 from kvstore.store.check import check_counts
 from kvstore.store.residency import Held
@@ -29,7 +29,9 @@ _RUN = 64
 _BATCH_BYTES = 4 << 20
 _BATCH_BLOBS = 16
 """Pinned blobs can't be moved: a batch is small beside any DRAM tier."""
-_COUNTED_PAGES = 200_000
+_LINKED = 256
+"""The children of a node are looked at together up to so many; beyond, each only at its own turn."""
+_COUNTED_PAGES = 50_000
 """Counts are compared in one go, which takes milliseconds up to here; beyond, it is left to a check of the stopped store."""
 _TELL_S = 0.2
 
@@ -118,8 +120,10 @@ class _Check:
         node = first = 0
         while node < tree.nodes.slots.high:
             if is_node(tree, node):
-                if first == 0:
+                if first == 0 and tree.nodes.children[node] <= _LINKED:
                     check_links(tree, node)
+                elif first == 0 and node != ROOT:
+                    check_place(tree, node)
                 if node != ROOT:
                     check_run(tree, node, first, first + _RUN)
                 first += _RUN
