@@ -71,6 +71,7 @@ class SpecBody(RequestModel):
     components: Annotated[list[ComponentBody], Field(min_length=1, max_length=16)]
     axis_order: Annotated[str, Field(json_schema_extra={"enum": [AXIS_ORDER]})] = AXIS_ORDER
     max_slice_bytes: Annotated[int, Field(ge=4096, le=MAX_SLICE_BYTES), _WHOLE] = MAX_SLICE_BYTES
+    group_layers: Annotated[int, Field(ge=0, le=_U16, description="most layers in one slice; 0 for as many as fit"), _WHOLE] = 0
 
 
 class NamespaceBody(RequestModel):

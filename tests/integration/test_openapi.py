@@ -19,7 +19,7 @@ from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, open_namespace
 from tests.integration.test_http import ask
 
-EXAMPLES = os.environ.get("OPENAPI_EXAMPLES", "20")
+EXAMPLES = os.environ.get("OPENAPI_EXAMPLES", "10")
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 
