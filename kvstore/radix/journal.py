@@ -151,6 +151,16 @@ class Journal:
                 found.append(NamespaceRecord(int.from_bytes(raw_key[1:], "big"), bytes.fromhex(data["digest"]), data["settings"]))
         return found, bad
 
+    def page_numbers(self) -> list[int]:
+        """The namespace numbers that have page records, without a look at each record."""
+        found: list[int] = []
+        with self._env.begin() as txn, txn.cursor() as cursor:
+            more = cursor.set_range(_PAGE)
+            while more and (key := cursor.key()).startswith(_PAGE):
+                found.append(int.from_bytes(key[1:5], "big"))
+                more = found[-1] < 0xFFFFFFFF and cursor.set_range(_PAGE + (found[-1] + 1).to_bytes(4, "big"))
+        return found
+
     def page_counts(self) -> dict[int, int]:
         """Page records by namespace number, whether they verify or not."""
         counts: dict[int, int] = {}

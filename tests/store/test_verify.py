@@ -121,12 +121,16 @@ async def test_a_bad_record_costs_its_subtree(tmp_path: Path, change: str) -> No
     assert all(clean == (lost == 0) for lost, clean in found)
 
 
-async def test_a_bad_namespace_record_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["flip", "delete"])
+async def test_a_bad_namespace_record_is_named_and_goes_at_the_next_start(tmp_path: Path, change: str) -> None:
     await fill(tmp_path)
-    edit(tmp_path / "journal", b"N", "flip")
+    edit(tmp_path / "journal", b"N", change)
     report = stopped(tmp_path)
     assert [d.kind for d in report.damage] == ["namespace"]
     assert str(PAGES) in report.damage[0].what
+    async with Store(config(tmp_path, ssd_bytes=SSD)) as store:
+        assert [space.settings.name for space in store.all_spaces()] == ["empty"]
+    assert stopped(tmp_path).clean, "the daemon left damage behind"
 
 
 async def test_blobs_without_a_record_are_a_note(tmp_path: Path) -> None:
