@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import AsyncGenerator
 
@@ -14,6 +15,8 @@ from kvstore.api.routes import ALWAYS, NDJSON, Parameter, Reply, Route
 from kvstore.errors import BadRequest, Conflict, KVStoreError
 from kvstore.store.check_running import check_running
 from kvstore.store.verify import CheckProgress, CheckReport
+
+_log = logging.getLogger("kvstore.http")
 
 _WRITE_S = 30.0
 _MIN_RATE, _MAX_RATE = 1 << 20, 1 << 50
@@ -69,6 +72,9 @@ async def _lines(steps: AsyncGenerator[CheckProgress | CheckReport, None]) -> As
                     yield CheckLine(CheckProgressLine.model_validate(step, from_attributes=True))
     except KVStoreError as error:
         yield CheckLine(CheckProblemLine(code=error.code, detail=error.message))
+    except Exception:  # noqa: BLE001 - the head of the answer is sent, so it is too late for another status
+        _log.exception("a check failed [request %s]", request_id.get())
+        yield CheckLine(CheckProblemLine(code="internal", detail="the check failed; the daemon's log says how, under the request id"))
 
 
 def _rate(request: web.Request) -> int | None:
