@@ -9,7 +9,7 @@ import binascii
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, RootModel, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, RootModel, Tag
 
 from kvstore.errors import BadRequest
 from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
@@ -21,6 +21,7 @@ NAME_PATTERN = r"^[A-Za-z0-9._:@-]{1,200}$"
 BLOB_PATTERN = r"^[0-9a-f]{32}$"
 _BASE64_PATTERN = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _U16 = (1 << 16) - 1
+_HASH_BYTES: list[JsonValue] = [0, 16, 20, 24, 28, 32]
 _TEN_YEARS = 10 * 365 * 86_400
 
 
@@ -72,6 +73,15 @@ class SpecBody(RequestModel):
     axis_order: Annotated[str, Field(json_schema_extra={"enum": [AXIS_ORDER]})] = AXIS_ORDER
     max_slice_bytes: Annotated[int, Field(ge=4096, le=MAX_SLICE_BYTES), _WHOLE] = MAX_SLICE_BYTES
     group_layers: Annotated[int, Field(ge=0, le=_U16, description="most layers in one slice; 0 for as many as fit"), _WHOLE] = 0
+    hash_bytes: Annotated[
+        int,
+        Field(
+            json_schema_extra={"enum": _HASH_BYTES},
+            description="pages are labelled with digests of so many bytes, or token ids",
+        ),
+        _WHOLE,
+    ] = 0
+    flat: Annotated[bool, Field(description="those digests form no chains: every page stands alone")] = False
 
 
 class NamespaceBody(RequestModel):
@@ -125,7 +135,7 @@ class MatchByNumbers(RequestModel):
 
 
 class MatchByBytes(RequestModel):
-    """Tokens as uint32, little-endian, in base64."""
+    """Tokens as uint32, little-endian, in base64; where pages are labelled with digests, the digests."""
 
     tokens_base64: Annotated[str, Field(pattern=_BASE64_PATTERN, json_schema_extra={"contentEncoding": "base64"})]
     parts: Annotated[bool, Field(description="list the parts too")] = False

@@ -97,7 +97,7 @@ class _Check:
 
     def _load_namespace(self, journal: Journal, record: NamespaceRecord, count: int) -> None:
         settings = NamespaceSettings.from_dict(record.settings)
-        label_bytes = settings.spec.page_tokens * 4 + KEY_BYTES
+        label_bytes = settings.spec.label_words * 4 + KEY_BYTES
         groups, lost = journal.load(record.number, record.digest, label_bytes)
         parts = sum(group.parts.size for group in groups)
         space = Space(record.number, settings, max(_MIN_PAGES, count, parts), Arena(0), Trash(), Stats())
