@@ -204,6 +204,7 @@ async def test_a_serving_store_is_clean_under_load(tmp_path: Path) -> None:
         await work
         assert all(report.clean for report in reports), [report.damage for report in reports if not report.clean]
         assert max(report.checked_blobs for report in reports) > 30
+        await store.settle()
         assert not space.blobs.pins.any()
 
 
