@@ -33,6 +33,7 @@ _MIN_TIER = 1 << 20
 _ENVIRONMENT = "KVSTORE_"
 CLIENT_VARIABLES = ("KVSTORE_HTTP", "KVSTORE_ENDPOINT", "KVSTORE_TOKEN", "KVSTORE_TOKENS")
 """What the command line and the SDK read: no settings of the daemon, and no mistakes in its environment."""
+_TESTS = "KVSTORE_TEST_"
 _KUBERNETES = re.compile(r"KVSTORE_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 """What Kubernetes sets in every container beside a service that is called kvstore."""
 
@@ -140,7 +141,12 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     for name, value in environment.items():
         if name in known:
             found[known[name]] = value
-        elif name.startswith(_ENVIRONMENT) and name not in CLIENT_VARIABLES and not _KUBERNETES.fullmatch(name):
+        elif (
+            name.startswith(_ENVIRONMENT)
+            and not name.startswith(_TESTS)
+            and name not in CLIENT_VARIABLES
+            and not _KUBERNETES.fullmatch(name)
+        ):
             bare = [full.removeprefix(_ENVIRONMENT) for full in (*known, *CLIENT_VARIABLES)]
             close = difflib.get_close_matches(name.removeprefix(_ENVIRONMENT), bare, 1)
             hint = f"did you mean {_ENVIRONMENT}{close[0]}?" if close else "see docs/configuration.md for the names"
