@@ -10,7 +10,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from kvstore import __version__
 from kvstore.api.models import Problem
-from kvstore.api.routes import JSON, NDJSON, Reply, Route
+from kvstore.api.operations import JSON, NDJSON, Reply, Route
 
 _PROBLEM_JSON = "application/problem+json"
 _HEADERS = {

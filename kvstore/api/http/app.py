@@ -9,8 +9,8 @@ from kvstore.api.http.namespaces import NamespaceRoutes
 from kvstore.api.http.service import Service
 from kvstore.api.http.status import StatusRoutes
 from kvstore.api.openapi import document
+from kvstore.api.operations import Reply, Route
 from kvstore.api.problems import problems
-from kvstore.api.routes import Reply, Route
 from kvstore.store import Store
 
 MAX_BODY = 32 << 20

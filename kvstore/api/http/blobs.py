@@ -8,8 +8,8 @@ from aiohttp import web
 
 from kvstore.api.http.service import Service
 from kvstore.api.models import BLOB_PATTERN
+from kvstore.api.operations import ALWAYS, BLOB, NAMESPACE, Parameter, Reply, Route
 from kvstore.api.problems import problem, request_id
-from kvstore.api.routes import ALWAYS, BLOB, NAMESPACE, Parameter, Reply, Route
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import BadRequest, Corrupt
 from kvstore.kvspec import SliceLayout

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from kvstore.api.http.service import Service, tenant
 from kvstore.api.models import CheckLine, CheckProblemLine, CheckProgressLine, CheckResultLine
+from kvstore.api.operations import ALWAYS, NDJSON, Parameter, Reply, Route
 from kvstore.api.problems import request_id
-from kvstore.api.routes import ALWAYS, NDJSON, Parameter, Reply, Route
 from kvstore.errors import BadRequest, Conflict, KVStoreError
 from kvstore.store.check_running import check_running
 from kvstore.store.verify import CheckProgress, CheckReport

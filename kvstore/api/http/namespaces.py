@@ -6,8 +6,8 @@ from aiohttp import web
 from kvstore.api.convert import namespace_info, part_runs
 from kvstore.api.http.service import Service, tenant
 from kvstore.api.models import Match, MatchBody, Namespace, NamespaceBody, NamespaceDetail, NamespaceList, PartRun
+from kvstore.api.operations import ALWAYS, NAMESPACE, OF_BODY, Reply, Route, reply
 from kvstore.api.problems import body_of
-from kvstore.api.routes import ALWAYS, NAMESPACE, OF_BODY, Reply, Route, reply
 from kvstore.digests import DIGEST_BYTES
 from kvstore.kvspec import KVSpec
 from kvstore.store import NamespaceSettings, Space

@@ -10,8 +10,8 @@ from kvstore.api.http.namespaces import described
 from kvstore.api.http.service import Service, tenant
 from kvstore.api.metrics import CONTENT_TYPE, render
 from kvstore.api.models import Health, Readiness, Stat, TierUsage
+from kvstore.api.operations import ALWAYS, Reply, Route, reply
 from kvstore.api.process import process_stat
-from kvstore.api.routes import ALWAYS, Reply, Route, reply
 
 
 class StatusRoutes:
