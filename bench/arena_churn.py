@@ -239,7 +239,7 @@ async def churn(settings: argparse.Namespace) -> Outcome:
             return await Churn(store, settings).run()
 
 
-async def _evict_nothing(wanted: int) -> int:
+async def _evict_nothing(wanted: int, tenant: str | None = None) -> int:
     return 0
 
 

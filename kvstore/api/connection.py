@@ -13,12 +13,14 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore import __version__
-from kvstore.api.requests import QUICK, SLOW, Reply, Slow
-from kvstore.api.sessions import DEFAULT_TENANT, Session, Sessions
+from kvstore.api.auth import Grant, forbidden
+from kvstore.api.guard import Guard
+from kvstore.api.requests import ACCESS, QUICK, SLOW, Reply, Slow
+from kvstore.api.sessions import Session, Sessions
 from kvstore.api.streaming import receive_slices, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack
 from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
-from kvstore.errors import Cancelled, ConnectionLost, KVStoreError, ProtocolError, VersionMismatch
+from kvstore.errors import Cancelled, ConnectionLost, Forbidden, KVStoreError, ProtocolError, Unauthenticated, VersionMismatch
 from kvstore.store import Store
 
 T = TypeVar("T")
@@ -30,6 +32,8 @@ _YIELD_EVERY = 8
 _HANDSHAKE_S = 10.0
 LARGE_PAYLOAD = 1 << 20
 """Control payloads over this size are received by a few connections at a time, so that their memory is bounded."""
+MAX_HELLO = 8 << 10
+"""Bytes of meta of a HELLO: what somebody unknown can make the daemon read."""
 CLIENT_TIMEOUT_S = 30.0
 """How long the rest of a frame may take once its first byte is there, and a frame to be taken by the client."""
 
@@ -53,7 +57,7 @@ class Connection:
 
     def __init__(
         self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore,
-        timeout_s: float = CLIENT_TIMEOUT_S,
+        guard: Guard, timeout_s: float = CLIENT_TIMEOUT_S,
     ) -> None:  # fmt: skip
         self.store = store
         self._timeout_s = timeout_s
@@ -61,6 +65,9 @@ class Connection:
         self.endpoint = endpoint
         self.channel = channel
         self.session: Session
+        self.grant: Grant | None = None
+        self._guard = guard
+        self._over: KVStoreError | None = None
         self._sessions = sessions
         self._write_lock = asyncio.Lock()
         self._broken = False
@@ -82,12 +89,28 @@ class Connection:
         except ProtocolError as error:
             _log.warning("connection closed: %s", error.message)
             await self._last_words(error)
+        except asyncio.CancelledError:
+            if self._over is None:
+                raise
+            await self._last_words(self._over)
+
+    def expel(self, task: "asyncio.Task[None]") -> None:
+        """End the connection, which `task` serves, because its token is over."""
+        if self._over is None:
+            self._over = Unauthenticated("the token of this connection was removed or changed, or it has expired")
+            task.cancel()
 
     async def _handshake(self) -> bool:
-        first = await self._next_frame(greeting=True)
-        if first is None:
+        await self.channel.shake_hands()
+        found = await self.channel.read_header()
+        if found is None:
             return False
-        header, meta, _ = first
+        header, raw = found
+        if header.type is not FrameType.HELLO:
+            raise ProtocolError(f"the first frame is HELLO, not {header.type.name}")
+        if header.meta_bytes > MAX_HELLO or header.payload_bytes:
+            raise ProtocolError(f"a HELLO has at most {MAX_HELLO} bytes of meta and no payload")
+        meta, _ = await self.channel.read_body(header, raw)
         hello = unpack(Hello, meta)
         if PROTOCOL_VERSION not in hello.versions:
             await self._error(
@@ -95,8 +118,10 @@ class Connection:
             )
             return False
         try:
-            self.session = self._sessions.join(hello.session, DEFAULT_TENANT, hello.client[:100])
+            self.grant = self._guard.admit(hello.token)
+            self.session = self._sessions.join(hello.session, self.grant.tenant, hello.client[:100])
         except KVStoreError as error:
+            _log.info("a client is refused (%s): %s", error.code, error.message)
             await self._error(header.request, error)
             return False
         welcome = Welcome(
@@ -128,7 +153,7 @@ class Connection:
             broken = [error for error in ended.exceptions if isinstance(error, ProtocolError)]
             raise broken[0] if broken else ConnectionLost(str(ended.exceptions[0])) from None
 
-    async def _next_frame(self, *, greeting: bool = False) -> tuple[Header, bytes, bytes] | None:
+    async def _next_frame(self) -> tuple[Header, bytes, bytes] | None:
         if not await self.channel.wait_readable():
             return None
         async with asyncio.timeout(self._timeout_s):
@@ -136,15 +161,17 @@ class Connection:
         if found is None:
             return None
         header, raw = found
-        if greeting and header.type is not FrameType.HELLO:
-            raise ProtocolError(f"the first frame is HELLO, not {header.type.name}")
         async with AsyncExitStack() as stack:
             if not header.bulk and header.payload_bytes > LARGE_PAYLOAD:
                 await stack.enter_async_context(self._large_payloads)  # not on this client's time: others hold it up
             async with asyncio.timeout(self._timeout_s):
                 meta, payload = await self.channel.read_body(header, raw)
                 if header.type is FrameType.SLICES:
-                    error = await receive_slices(self, header, meta)
+                    error: KVStoreError | None = self._refusal(header.type)
+                    if error is None:
+                        error = await receive_slices(self, header, meta)
+                    else:
+                        await self.channel.skip(header.payload_bytes + header.trailer_bytes)
                     if error is not None:
                         await self._error(header.request, error)
         return header, meta, payload
@@ -153,7 +180,10 @@ class Connection:
         kind = header.type
         if kind is FrameType.SLICES:
             return
-        if kind is FrameType.CANCEL:
+        refused = self._refusal(kind)
+        if refused is not None:
+            await self._error(header.request, refused)
+        elif kind is FrameType.CANCEL:
             self._cancel(unpack(Cancel, meta).target)
         elif kind in QUICK:
             message_type, quick = QUICK[kind]
@@ -169,6 +199,14 @@ class Connection:
             await self._start(group, header, partial(self._slow, header.request, slow, unpack(message_type, meta), payload))
         else:
             raise ProtocolError(f"a {kind.name} frame from a client")
+
+    def _refusal(self, kind: FrameType) -> Forbidden | None:
+        """Why the token does not allow a frame; None if it does. Raises ProtocolError for what no client sends."""
+        needed = ACCESS.get(kind)
+        if needed is None:
+            raise ProtocolError(f"a {kind.name} frame from a client")
+        assert self.grant is not None
+        return None if self.grant.access >= needed else forbidden(self.grant, needed)
 
     def _cancel(self, request: int) -> None:
         """Stop a request, once. One that is being answered is done; one that has not begun stops as it begins.
@@ -266,7 +304,7 @@ class Connection:
         message = ErrorReply(code=error.code, message=error.message, retry_after_ms=error.retry_after_ms)
         await self.reply(request, FrameType.ERROR, message)
 
-    async def _last_words(self, error: ProtocolError) -> None:
+    async def _last_words(self, error: KVStoreError) -> None:
         try:
             async with asyncio.timeout(1):
                 await self._error(0, error)

@@ -106,6 +106,7 @@ class Namespace(ReplyModel):
     pages: int
     blobs: int
     dram_bytes: int
+    tenant: Annotated[str | None, Field(description="to those who see several tenants'")] = None
 
 
 class NamespaceDetail(Namespace):
@@ -213,27 +214,28 @@ class TierUsage(ReplyModel):
 
 
 class Stat(ReplyModel):
-    """What the daemon holds and has done."""
+    """What the daemon holds and has done; without admin access, only what is the tenant's own."""
 
     version: str
-    pid: int
     epoch: int
     uptime_s: float
     endpoints: list[str]
+    tenant: Annotated[str, Field(description="whose token it is")]
     tiers: dict[str, TierUsage]
-    dram_segments: SegmentUsage
-    totals: Annotated[Stats, Field(description="counters since start")]
     leases: int
     puts_open: int
-    pending_pages: Annotated[int, Field(description="pages of which other shards are still to come")]
-    pinned_blobs: int
-    writeback_backlog_pages: int
     sessions: int
     connections: int
-    tasks: Annotated[int, Field(description="live tasks of the daemon's loop")]
-    descriptors: int
-    rss_bytes: Annotated[int, Field(description="resident memory, DRAM segments included")]
     namespaces: list[Namespace]
+    pid: int | None = None
+    dram_segments: SegmentUsage | None = None
+    totals: Annotated[Stats | None, Field(description="counters since start")] = None
+    pending_pages: Annotated[int | None, Field(description="pages of which other shards are still to come")] = None
+    pinned_blobs: int | None = None
+    writeback_backlog_pages: int | None = None
+    tasks: Annotated[int | None, Field(description="live tasks of the daemon's loop")] = None
+    descriptors: int | None = None
+    rss_bytes: Annotated[int | None, Field(description="resident memory, DRAM segments included")] = None
 
 
 # --- check -----------------------------------------------------------------------------------------------------------------

@@ -20,12 +20,12 @@ _HEADERS = {
 _Schemas = dict[tuple[type[BaseModel], JsonSchemaMode], dict[str, Any]]
 
 
-def document(routes: Sequence[Route]) -> bytes:
-    """The document as JSON."""
+def document(routes: Sequence[Route], *, guarded: bool) -> bytes:
+    """The document as JSON. `guarded` says that tokens are needed."""
     schemas, definitions = _schemas(routes)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas, guarded=guarded)
     return json.dumps(
         {
             "openapi": "3.1.0",
@@ -39,8 +39,11 @@ def document(routes: Sequence[Route]) -> bytes:
             "components": {
                 "schemas": definitions,
                 "headers": {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()},
-                "responses": {f"problem{status}": _problem(status, schemas) for status in sorted({s for r in routes for s in r.problems})},
-            },
+                "responses": {
+                    f"problem{status}": _problem(status, schemas) for status in sorted({s for r in routes for s in _problems(r)})
+                },
+            }
+            | ({"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}} if guarded else {}),
         }
     ).encode()
 
@@ -55,17 +58,26 @@ def _schemas(routes: Iterable[Route]) -> tuple[_Schemas, dict[str, Any]]:
     return {(model, mode): found[model, mode] for model, mode in wanted}, definitions["$defs"]
 
 
-def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
+def _problems(route: Route) -> list[int]:
+    """All its problems; those of tokens can come from a daemon that has some."""
+    return sorted({*route.problems, *(() if route.access is None else (401, 403))})
+
+
+def _operation(route: Route, schemas: _Schemas, *, guarded: bool) -> dict[str, Any]:
     operation: dict[str, Any] = {"operationId": route.name, "summary": route.summary}
+    if route.access is not None:
+        operation["description"] = f"Where tokens are needed, asks for {route.access.name.lower()} access."
+        if guarded:
+            operation["security"] = [{"token": []}]
     if route.parameters:
         operation["parameters"] = [
             {"name": p.name, "in": p.place, "description": p.description, "required": p.required, "schema": p.schema}
             for p in route.parameters
         ]
     if route.body is not None:
-        operation["requestBody"] = {"required": route.body_required, "content": {JSON: {"schema": schemas[route.body, "validation"]}}}
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[route.body, "validation"]}}}
     answers = {str(reply.status): _reply(reply, schemas, with_body=route.method != "HEAD") for reply in route.replies}
-    for status in sorted(route.problems):
+    for status in _problems(route):
         answers[str(status)] = {"$ref": f"#/components/responses/problem{status}"} if route.method != "HEAD" else _headers_only(status)
     return operation | {"responses": answers}
 

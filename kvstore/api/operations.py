@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel
 
+from kvstore.api.auth import Access
 from kvstore.api.models import BLOB_PATTERN, NAME_PATTERN
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -57,7 +58,8 @@ class Route:
     problems: tuple[int, ...]
     parameters: tuple[Parameter, ...] = ()
     body: type[BaseModel] | None = None
-    body_required: bool = True
+    access: Access | None = field(kw_only=True)
+    """What a token must allow; None lets everybody in."""
 
 
 NAMESPACE = Parameter("namespace", "path", "a namespace, by id or name", {"type": "string", "pattern": NAME_PATTERN}, required=True)

@@ -49,7 +49,9 @@ def problem(status: int, code: str, detail: str, retry_after_ms: int | None = No
         request_id=request_id.get(),
         retry_after_ms=retry_after_ms,
     )
-    headers = {} if retry_after_ms is None else {"Retry-After": str(-(-retry_after_ms // 1000))}
+    headers = {} if status != 401 else {"WWW-Authenticate": 'Bearer realm="kvstore"'}
+    if retry_after_ms is not None:
+        headers["Retry-After"] = str(-(-retry_after_ms // 1000))
     text = body.model_dump_json(exclude_none=True)
     return web.Response(text=text, status=status, content_type="application/problem+json", headers=headers)
 

@@ -21,14 +21,15 @@ from kvstore.cli.common import (
     JsonOption,
     exits_with,
     http_json,
+    http_open,
     http_problem,
-    http_request,
     print_json,
     size_text,
     unreachable,
 )
-from kvstore.config import default_data_dir, parse_size
+from kvstore.config import default_data_dir
 from kvstore.errors import BadRequest, DataDirError, KVStoreError, error_from_code
+from kvstore.sizes import parse_size
 
 Tell = Callable[[str, int, int], None]
 _LINE_S = 5.0
@@ -88,7 +89,7 @@ def _locked(error: KVStoreError, http: str, rate: int | None, tell: Tell) -> dic
     except KVStoreError as refused:
         raise DataDirError(f"{error.message}; and {refused.message}") from None
     holder = re.search(r"\(pid (\d+)\)", error.message)
-    if holder is not None and int(holder[1]) != pid:
+    if holder is not None and pid is not None and int(holder[1]) != pid:
         raise DataDirError(f"{error.message}; the daemon at {http} is another one (pid {pid}): give the right one with --http alone")
     return _running(http, rate, tell)
 
@@ -97,7 +98,7 @@ def _running(base: str, rate: int | None, tell: Tell) -> dict[str, Any]:
     """Have a daemon check its own store, and follow it."""
     query = "" if rate is None else f"?bytes_per_s={rate}"
     try:
-        with urllib.request.urlopen(http_request(base, f"/v1/check{query}", method="POST"), timeout=60) as response:
+        with http_open(base, f"/v1/check{query}", method="POST", timeout=60) as response:
             for raw in response:
                 line = json.loads(raw)
                 if line["event"] == "progress":

@@ -4,10 +4,12 @@ import functools
 import http.client
 import json
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
@@ -16,7 +18,9 @@ import numpy.typing as npt
 import typer
 from rich.console import Console
 
+from kvstore.api.wire import client_context
 from kvstore.errors import BadRequest, ConnectionLost, KVStoreError, NotFound, error_from_code
+from kvstore_client import Client
 
 DEFAULT_HTTP = "http://127.0.0.1:7420"
 DEFAULT_DATA = "127.0.0.1:7421"
@@ -26,22 +30,45 @@ P = ParamSpec("P")
 
 HttpOption = Annotated[str, typer.Option("--http", envvar="KVSTORE_HTTP", help="The daemon's control plane.")]
 EndpointOption = Annotated[
-    str, typer.Option("--endpoint", "-e", envvar="KVSTORE_ENDPOINT", help="The daemon's data plane: HOST:PORT or unix:PATH.")
+    str,
+    typer.Option("--endpoint", "-e", envvar="KVSTORE_ENDPOINT", help="The data plane: HOST:PORT, tls://HOST:PORT or unix:PATH."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TokensOption = Annotated[str, typer.Option("--tokens", "-t", help="Token ids: 1,2,3 or @FILE (.npy, or raw uint32 little-endian).")]
 
 
-def http_request(base: str, path: str, *, method: str = "GET", body: object | None = None) -> urllib.request.Request:
-    """A request to the control plane. The only place that makes one. Raises ValueError if `base` is no URL."""
+@dataclass(slots=True)
+class Credentials:
+    """What the commands show the daemon; set once from the options before the command."""
+
+    token: str = ""
+    tls_ca: Path | None = None
+
+    def tls(self, address: str) -> ssl.SSLContext | None:
+        """For a URL or an endpoint that asks for TLS."""
+        return client_context(self.tls_ca) if address.startswith(("https://", "tls://")) else None
+
+
+credentials = Credentials()
+
+
+def connect(endpoint: str) -> Client:
+    """A client of the data plane."""
+    return Client(endpoint, token=credentials.token, tls=credentials.tls(endpoint))
+
+
+def http_open(base: str, path: str, *, method: str = "GET", body: object | None = None, timeout: float = 30) -> Any:
+    """The response to one request to the control plane, to be closed. The only place that makes one."""
     data = None if body is None else json.dumps(body).encode()
-    return urllib.request.Request(base.rstrip("/") + path, data, {"Content-Type": "application/json"}, method=method)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {credentials.token}"} if credentials.token else {})
+    request = urllib.request.Request(base.rstrip("/") + path, data, headers, method=method)
+    return urllib.request.urlopen(request, timeout=timeout, context=credentials.tls(base))
 
 
 def http_json(base: str, path: str, *, method: str = "GET", body: object | None = None) -> Any:
     """One request to the control plane. Raises the daemon's typed error, or ConnectionLost."""
     try:
-        with urllib.request.urlopen(http_request(base, path, method=method, body=body), timeout=30) as response:
+        with http_open(base, path, method=method, body=body) as response:
             raw = response.read()
             return json.loads(raw) if raw else None
     except urllib.error.HTTPError as error:

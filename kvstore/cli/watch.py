@@ -29,7 +29,7 @@ def status(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None
         print_json(stat)
         return
     table_console().print(f"kvstore {stat['version']}, up {stat['uptime_s']:.0f} s, at {', '.join(stat['endpoints'])}")
-    table_console().print(_tiers(stat), _namespaces(stat), _totals(stat))
+    table_console().print(_tiers(stat), _namespaces(stat), *([_totals(stat)] if "totals" in stat else []))
 
 
 def top(
@@ -50,7 +50,8 @@ def top(
         with Live(console=table_console(), refresh_per_second=4) as live:
             while not count or looks < count:
                 now, stat = time.monotonic(), http_json(http, "/v1/stat")
-                live.update(Group(_tiers(stat), _rates(stat, last, now - last_time), _namespaces(stat)))
+                rates = [_rates(stat, last, now - last_time)] if "totals" in stat else []  # without admin access there are none
+                live.update(Group(_tiers(stat), *rates, _namespaces(stat)))
                 last, last_time = stat, now
                 looks += 1
                 if looks != count:

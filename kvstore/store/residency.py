@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from kvstore.errors import Busy, Corrupt, NoSpace, NotFound
+from kvstore.errors import Busy, Corrupt, KVStoreError, NoSpace, NotFound
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
+from kvstore.store.quotas import Quotas, room_to_make
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.store.vacate import Vacator
@@ -47,7 +48,7 @@ class Residency:
 
     def __init__(
         self, arena: Arena, blob_file: BlobFile, readers: Executor, spaces: Callable[[], Iterable[Space]],
-        stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator,
+        stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
@@ -57,6 +58,8 @@ class Residency:
         self._watermarks = watermarks
         self._wait_s = wait_s
         self._vacator = vacator
+        self._quotas = quotas
+        self._own_room: dict[str, asyncio.Task[None]] = {}
         self._demand = 0
         self._wake = asyncio.Event()
         self._room = asyncio.Condition()
@@ -77,7 +80,7 @@ class Residency:
         if slot_class.slot_bytes > self._arena.capacity:
             raise NoSpace(f"{nbytes} bytes do not fit into a DRAM tier of {self._arena.capacity}")
         self._vacator.asked(slot_class.slot_bytes)
-        slot = self._arena.allocate(slot_class)
+        slot = self._take(slot_class)
         if slot is None:
             slot = await self._wait_for_slot(slot_class, self._wait_s if wait_s is None else wait_s)
         if self._watermarks.above_high(self._arena.usage()):
@@ -86,32 +89,58 @@ class Residency:
             self._vacator.keep_headroom()
         return slot
 
+    def _take(self, slot_class: SlotClass) -> int | None:
+        return None if self._over_quota(slot_class) else self._arena.allocate(slot_class)
+
+    def _over_quota(self, slot_class: SlotClass) -> int:
+        """Bytes that the tenant must give up before it may have another slot."""
+        tenant = slot_class.tenant
+        return room_to_make(self._quotas.of(tenant).dram, self._arena.used_by(tenant), slot_class.slot_bytes)
+
     async def _wait_for_slot(self, slot_class: SlotClass, wait_s: float) -> int:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         demand = 0
         try:
             while True:
-                if (slot := self._arena.allocate(slot_class)) is not None:
+                if (slot := self._take(slot_class)) is not None:
                     return slot
-                if await self._find_room(slot_class, max(0.0, deadline - loop.time()), evicting=demand > 0):
+                over = self._over_quota(slot_class)
+                if not over and await self._find_room(slot_class, max(0.0, deadline - loop.time()), evicting=demand > 0):
                     continue
                 if loop.time() >= deadline:
-                    usage = self._arena.usage()
-                    raise Busy(
-                        f"no DRAM free for {slot_class.slot_bytes} bytes ({usage.used} of {usage.capacity} in use)",
-                        retry_after_ms=max(50, int(1000 * wait_s)),
-                    )
-                if not demand:
-                    demand = slot_class.slot_bytes
-                    self._demand += demand
-                self._wake.set()
-                # In steps: room also comes from leases that end and puts that are dropped, which announce nothing.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_ROOM_POLL_S), self._room:
-                        await self._room.wait()
+                    why = f"no DRAM free for {slot_class.slot_bytes} bytes" + (" within this tenant's quota" if over else "")
+                    raise Busy(why, retry_after_ms=max(50, int(1000 * wait_s)))
+                wanted = 0 if over else slot_class.slot_bytes  # who is over its quota makes nobody else's pages go
+                self._demand += wanted - demand
+                demand = wanted
+                if over:
+                    self._make_own_room(slot_class.tenant, over)
+                else:
+                    self._wake.set()
+                await self._room_or_pause()
         finally:
             self._demand -= demand
+
+    async def _room_or_pause(self) -> None:
+        """Wait for word of room, in steps: it also comes from leases that end and puts that are dropped, which announce nothing."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ROOM_POLL_S), self._room:
+                await self._room.wait()
+
+    def _make_own_room(self, tenant: str, wanted: int) -> None:
+        """A tenant over its quota gives up its own coldest pages, never another's. In the background; one at a time."""
+        if tenant not in self._own_room:
+            task = asyncio.create_task(self._reclaim_own(tenant, wanted), name=f"kvstore-quota {tenant}")
+            self._own_room[tenant] = task
+            task.add_done_callback(lambda _: self._own_room.pop(tenant, None))
+
+    async def _reclaim_own(self, tenant: str, wanted: int) -> None:
+        try:
+            await self._reclaim(wanted, tenant)
+            await self.announce_room()
+        except KVStoreError as error:
+            _log.warning("no room made within the quota of tenant %s: %s", tenant, error.message)
 
     async def _find_room(self, slot_class: SlotClass, wait_s: float, *, evicting: bool) -> bool:
         """Get room for more slots without evicting anything. Returns whether it is worth to try for a slot again.
@@ -296,9 +325,9 @@ class Residency:
         self._moving = False
         self._vacator.keep_headroom()
 
-    async def _reclaim(self, wanted: int) -> int:
+    async def _reclaim(self, wanted: int, tenant: str | None = None) -> int:
         freed, pending = 0, []
-        for unit in dram_victims(list(self._spaces()), wanted):
+        for unit in dram_victims(self._of(tenant), wanted):
             slot = unit.space.tree.pages.find_key(unit.key)
             if slot >= 0 and unit.space.is_durable(slot):
                 freed += free_dram(unit)
@@ -329,10 +358,14 @@ class Residency:
                 drop(unit)
         return before - self._arena.usage().used
 
-    def make_ssd_room(self, wanted: int, now: float) -> int:
-        """Give up the coldest unprotected pages on SSD. Returns the bytes that the next commit will free."""
+    def _of(self, tenant: str | None) -> list[Space]:
+        """The namespaces of a tenant, or of all."""
+        return [space for space in self._spaces() if tenant is None or space.settings.tenant == tenant]
+
+    def make_ssd_room(self, wanted: int, now: float, tenant: str | None = None) -> int:
+        """Give up the coldest unprotected pages on SSD (of a tenant, if given). Returns the bytes that the next commit will free."""
         freed = 0
-        spaces = sorted(self._spaces(), key=lambda s: s.blobs.count, reverse=True)
+        spaces = sorted(self._of(tenant), key=lambda s: s.blobs.count, reverse=True)
         for space in spaces:
             if freed >= wanted:
                 break

@@ -120,6 +120,11 @@ class Space:
         """The journal's record of this namespace."""
         return NamespaceRecord(self.number, self.digest, self.settings.to_dict())
 
+    def ssd_bytes(self, extent_bytes: int) -> int:
+        """Bytes of the extents that the namespace's blobs take up on SSD. Looks at every blob."""
+        stored = self.blobs.stored_of(np.flatnonzero(self.blobs.on_ssd[: self.blobs.slots.high]).astype(np.int32))
+        return int((-(-stored // extent_bytes)).sum()) * extent_bytes
+
     # --- rows of the blob table ---------------------------------------------------------------------------------------
 
     def stored_bytes(self, row: int) -> int:

@@ -169,6 +169,7 @@ class Vacator:
         leased = {move.space: leased_blobs(move.space) for move in moves} if copied else {}
         for move in moves:
             space, row, blobs = move.space, move.row, move.space.blobs
+            self._arena.moved(move.target)
             alone = blobs.pins[row] == 1 and blobs.pages[row] and blobs.slot[row] == move.source
             if copied and alone and not leased[space][row]:
                 space.clear_slot(row)

@@ -18,6 +18,7 @@ import lmdb
 from kvstore.errors import KVStoreError, NoSpace
 from kvstore.radix.journal import Journal, JournalBatch, encode_page
 from kvstore.radix.pages import DURABLE
+from kvstore.store.quotas import SsdBudget
 from kvstore.store.space import Space, Trash
 from kvstore.store.stats import Stats
 from kvstore.tiers.blobs import NO_SLOT
@@ -55,7 +56,8 @@ class Writeback:
 
     def __init__(
         self, blob_file: BlobFile, journal: Journal, executor: Executor, trash: Trash, stats: Stats,
-        make_ssd_room: Callable[[int], int], view: Callable[[int], memoryview], batch_bytes: int, now: Callable[[], float],
+        make_ssd_room: Callable[[int, str | None], int], view: Callable[[int], memoryview], batch_bytes: int, now: Callable[[], float],
+        budget: Callable[[Callable[[int, str], int]], SsdBudget],
     ) -> None:  # fmt: skip
         self._blob_file = blob_file
         self.journal = journal
@@ -66,6 +68,7 @@ class Writeback:
         self._view = view
         self._batch_bytes = batch_bytes
         self.now = now
+        self._budget = budget
         self._queue: deque[_Request] = deque()
         self._under_way: list[_Request] = []
         self._barriers: list[asyncio.Future[bool]] = []
@@ -190,9 +193,9 @@ class Writeback:
     def _build(self, requests: list[_Request]) -> _Batch:
         batch = _Batch()
         wanted: dict[tuple[int, bytes], Space] = {}
-        counted: set[tuple[int, int]] = set()
-        estimate = sum(self._plan(request, wanted, counted) for request in requests if not request.space.dropped)
-        refused = self._fit(estimate, {space.number: space for space in wanted.values()}.values())
+        requests = [request for request in requests if not request.space.dropped]
+        estimate = self._plan_within_quotas(requests, wanted)
+        refused = self._fit(estimate, {request.space.number: request.space for request in requests}.values())
         if refused is None:
             self._fill(batch, wanted)
         else:
@@ -216,7 +219,25 @@ class Writeback:
                 record = encode_page(space.digest, space.page_record(slot, now, only_named=True))
                 batch.records.put_pages.append((space.number, key, record))
 
-    def _plan(self, request: _Request, wanted: dict[tuple[int, bytes], Space], counted: set[tuple[int, int]]) -> int:
+    def _plan_within_quotas(self, requests: list[_Request], wanted: dict[tuple[int, bytes], Space]) -> int:
+        """Plan each request that its tenant has room for; the others are answered. Returns the SSD bytes of the batch."""
+        budget, estimate = self._budget(self._make_ssd_room), 0
+        counted: dict[tuple[int, int], None] = {}
+        for request in requests:
+            pages, rows = len(wanted), len(counted)
+            footprint = self._plan(request, wanted, counted)
+            over = budget.refuses(request.space.settings.tenant, footprint)
+            if over is None:
+                estimate += footprint
+                continue
+            for planned, before in ((wanted, pages), (counted, rows)):
+                while len(planned) > before:
+                    planned.popitem()
+            if request.done is not None and not request.done.done():
+                request.done.set_exception(over)
+        return estimate
+
+    def _plan(self, request: _Request, wanted: dict[tuple[int, bytes], Space], counted: dict[tuple[int, int], None]) -> int:
         """Add the page and those ancestors that are not durable yet, ancestors first. Returns their SSD bytes."""
         space, tree = request.space, request.space.tree
         slot = tree.pages.find_key(request.key)
@@ -233,7 +254,7 @@ class Writeback:
                 wanted[name] = space
                 for row in space.rows_of(page):
                     if (space.number, row) not in counted:
-                        counted.add((space.number, row))
+                        counted[space.number, row] = None
                         footprint += self._cost(space, row)
         return footprint
 
@@ -273,11 +294,11 @@ class Writeback:
         free = usage.capacity - usage.used + sum(self._blob_file.footprint(stored) for _, _, stored in self._trash.blobs)
         missing = needed - free
         if missing > 0:
-            missing -= self._make_ssd_room(missing)
+            missing -= self._make_ssd_room(missing, None)
         for space in spaces:
             space.clear_wanted()
         if missing > 0:
-            return NoSpace(f"the SSD tier is full ({usage.used} of {usage.capacity} bytes), and what is there is leased or retained")
+            return NoSpace("the SSD tier is full, and what is there is leased or retained")
         return None
 
     def _finish(self, batch: _Batch, failure: KVStoreError | None) -> None:

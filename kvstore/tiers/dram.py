@@ -151,6 +151,7 @@ class Arena:
         self._sweeps = 0
         self._reserved = 0
         self._used = 0
+        self._used_by: Counter[str] = Counter()
         self._next = 0
 
     def usage(self) -> Usage:
@@ -160,6 +161,10 @@ class Arena:
     def segments(self) -> SegmentUsage:
         """How many segments there are, and what they take."""
         return SegmentUsage(len(self._segments), self._reserved, self._reserved - self._empty_bytes)
+
+    def used_by(self, tenant: str) -> int:
+        """The bytes of a tenant's slots in use."""
+        return self._used_by[tenant]
 
     @property
     def room(self) -> int:
@@ -187,6 +192,7 @@ class Arena:
         if not segment.free:
             numbers.pop()
         self._used += slot_class.slot_bytes
+        self._used_by[slot_class.tenant] += slot_class.slot_bytes
         return number << _SEGMENT_SHIFT | slot
 
     def view(self, slot: int) -> memoryview:
@@ -209,6 +215,7 @@ class Arena:
         segment.free.append(slot & _SLOT_MASK)
         segment.owner[slot & _SLOT_MASK] = NO_OWNER
         self._used -= segment.slot_class.slot_bytes
+        self._used_by[segment.slot_class.tenant] -= segment.slot_class.slot_bytes
         if segment.empty:
             self._note_empty(number)
             if not segment.shut:  # to the end of the queue: so that it stays empty while there is room elsewhere
@@ -307,7 +314,10 @@ class Arena:
         ]
 
     def allocate_dense(self, slot_class: SlotClass, count: int) -> list[int]:
-        """Up to `count` free slots where the fewest are left: for what is moved together."""
+        """Up to `count` free slots where the fewest are left: for what is moved together.
+
+        They count for their tenant only after `moved`, so that a move takes nothing from its quota.
+        """
         found: list[int] = []
         for number in sorted(self._open.get(slot_class, ()), key=lambda n: len(self._segments[n].free)):
             segment = self._segments[number]
@@ -322,6 +332,11 @@ class Arena:
                 break
         self._used += len(found) * slot_class.slot_bytes
         return found
+
+    def moved(self, slot: int) -> None:
+        """A move to a slot from `allocate_dense` has ended, well or not."""
+        slot_class = self.class_of(slot)
+        self._used_by[slot_class.tenant] += slot_class.slot_bytes
 
     def owned_slots(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """The slots in use of a segment, and their owners; None if one of them has no owner (yet)."""

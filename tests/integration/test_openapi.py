@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore.api.guard import Guard
 from kvstore.api.http import ControlPlane
 from kvstore.api.models import ComponentBody, Namespace, SpecBody
 from kvstore.api.wire.messages import NamespaceInfo
 from kvstore.kvspec import Component, KVSpec
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, open_namespace
+from tests.integration.secured import ADMIN, ALICE_READS, write_tokens
 from tests.integration.test_http import ask
 
 EXAMPLES = os.environ.get("OPENAPI_EXAMPLES", "10")
@@ -52,11 +54,17 @@ def test_schemathesis_finds_nothing_in_a_blob_that_is_there(daemon: DaemonProces
     assert "Missing test data" not in found
 
 
+def test_schemathesis_finds_nothing_where_tokens_are_needed(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path / "data", "--tokens-file", str(write_tokens(tmp_path / "tokens.toml")), "--dram", "16MiB") as daemon:
+        for token in (ADMIN, ALICE_READS):
+            schemathesis(daemon, "--phases", "coverage", "--header", f"Authorization: Bearer {token}")
+
+
 def test_the_document_has_every_route_and_nothing_else(daemon: DaemonProcess) -> None:
     document: dict[str, Any] = json.loads(ask(f"{daemon.http}/openapi.json")[2])
     assert document["openapi"].startswith("3.1")
     written = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
-    app = ControlPlane([]).app
+    app = ControlPlane([], Guard()).app
     served = {(r.method, r.resource.canonical) for r in app.router.routes() if r.resource is not None}
     assert written <= served
     assert {(m, p) for m, p in served if m != "HEAD"} == {(m, p) for m, p in written if m != "HEAD"}
@@ -67,7 +75,7 @@ def test_the_document_has_every_route_and_nothing_else(daemon: DaemonProcess) ->
     [
         (ComponentBody, {f.name for f in fields(Component)}),
         (SpecBody, {f.name for f in fields(KVSpec)}),
-        (Namespace, {f.name for f in msgspec.structs.fields(NamespaceInfo)}),
+        (Namespace, {f.name for f in msgspec.structs.fields(NamespaceInfo)} | {"tenant"}),
     ],
 )
 def test_models_have_the_fields_of_what_they_stand_for(model: Any, value: set[str]) -> None:

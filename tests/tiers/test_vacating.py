@@ -125,6 +125,7 @@ class ArenaMachine(RuleBasedStateMachine):
             for source, target, owner in zip(found[0].tolist(), targets, found[1].tolist(), strict=True):
                 assert target >> 32 not in chosen
                 self.arena.view(target)[:] = self.arena.view(source)
+                self.arena.moved(target)
                 self.arena.free(source)
                 self.arena.set_owner(target, owner)
                 self.slots[owner] = target

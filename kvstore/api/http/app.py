@@ -3,6 +3,8 @@
 from aiohttp import web
 
 from kvstore.api.data_plane import DataPlane
+from kvstore.api.guard import Guard
+from kvstore.api.http.admission import guarded
 from kvstore.api.http.blobs import BlobRoutes
 from kvstore.api.http.check import CheckRoutes
 from kvstore.api.http.namespaces import NamespaceRoutes
@@ -19,16 +21,17 @@ MAX_BODY = 32 << 20
 class ControlPlane:
     """The HTTP application. `ready` is set once the store is loaded, and taken back when the daemon drains."""
 
-    def __init__(self, endpoints: list[str]) -> None:
+    def __init__(self, endpoints: list[str], guard: Guard) -> None:
         self._service = Service(endpoints)
-        self.app = web.Application(middlewares=[problems], client_max_size=MAX_BODY)
         own = Route(
             "GET", "/openapi.json", "openapi", "This document", self._openapi,
-            (Reply(200, "OpenAPI 3.1", media="application/json"),), (500,),
+            (Reply(200, "OpenAPI 3.1", media="application/json"),), (500,), access=None,
         )  # fmt: skip
         parts = (StatusRoutes(self._service), NamespaceRoutes(self._service), BlobRoutes(self._service), CheckRoutes(self._service))
         self.routes = [own, *(route for part in parts for route in part.routes())]
-        self._document = document(self.routes)
+        self.access = {(r.method, r.path): r.access for r in self.routes if r.method != "HEAD"}
+        self._document = document(self.routes, guarded=guard.table is not None)
+        self.app = web.Application(middlewares=[problems, guarded(guard, self.access)], client_max_size=MAX_BODY)
         # A GET of aiohttp answers HEAD too, so a HEAD in the list is there for the document.
         self.app.add_routes([web.route(r.method, r.path, r.handler) if r.method != "GET" else web.get(r.path, r.handler)
                              for r in self.routes if r.method != "HEAD"])  # fmt: skip

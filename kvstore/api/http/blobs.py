@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from kvstore.api.auth import Access
 from kvstore.api.http.service import Service
 from kvstore.api.models import BLOB_PATTERN
 from kvstore.api.operations import ALWAYS, BLOB, NAMESPACE, Parameter, Reply, Route
@@ -41,8 +42,8 @@ class BlobRoutes:
         )
         summary = "A blob's payload; each slice is verified before any of it is sent"
         return [
-            Route("GET", path, "getBlob", summary, self._blob, replies, problems, asked),
-            Route("HEAD", path, "headBlob", "A blob's size", self._blob, replies, problems, asked),
+            Route("GET", path, "getBlob", summary, self._blob, replies, problems, asked, access=Access.READ),
+            Route("HEAD", path, "headBlob", "A blob's size", self._blob, replies, problems, asked, access=Access.READ),
         ]
 
     async def _blob(self, request: web.Request) -> web.StreamResponse:
@@ -68,11 +69,16 @@ class BlobRoutes:
         if request.method == "HEAD":
             await response.prepare(request)
             return response
-        held = await store.hold(space, row)
+        nbytes = wanted.stop - wanted.start
+        store.quotas.start_fetch(space.settings.tenant, nbytes)
         try:
-            await self._send(request, response, space, held, layout, wanted)
+            held = await store.hold(space, row)
+            try:
+                await self._send(request, response, space, held, layout, wanted)
+            finally:
+                held.release()
         finally:
-            held.release()
+            store.quotas.end(space.settings.tenant, nbytes)
         return response
 
     async def _send(

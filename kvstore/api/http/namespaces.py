@@ -3,6 +3,7 @@
 import msgspec
 from aiohttp import web
 
+from kvstore.api.auth import Access
 from kvstore.api.convert import namespace_info, part_runs
 from kvstore.api.http.service import Service, tenant
 from kvstore.api.models import Match, MatchBody, Namespace, NamespaceBody, NamespaceDetail, NamespaceList, PartRun
@@ -13,9 +14,9 @@ from kvstore.kvspec import KVSpec
 from kvstore.store import NamespaceSettings, Space
 
 
-def described(space: Space) -> Namespace:
-    """What a namespace is, and what it holds."""
-    return Namespace.model_validate(msgspec.to_builtins(namespace_info(space)))
+def described(space: Space, tenant: str | None = None) -> Namespace:
+    """What a namespace is, and what it holds; with its tenant, where several are told of."""
+    return Namespace.model_validate(msgspec.to_builtins(namespace_info(space)) | {"tenant": tenant})
 
 
 class NamespaceRoutes:
@@ -30,23 +31,27 @@ class NamespaceRoutes:
         location = {"Location": "the namespace, by id"}
         then = ("describeNamespace", "match", "dropNamespace")
         return [
-            Route("GET", "/v1/namespaces", "listNamespaces", "All namespaces", self._list, (Reply(200, "all", NamespaceList),), ALWAYS),
+            Route(
+                "GET", "/v1/namespaces", "listNamespaces", "All namespaces of the tenant", self._list,
+                (Reply(200, "all", NamespaceList),), ALWAYS, access=Access.READ,
+            ),
             Route(
                 "POST", "/v1/namespaces", "createNamespace", "Create a namespace, or find it if it is there", self._create,
                 tuple(Reply(status, text, Namespace, headers=location, links=then) for status, text in ((201, "made"), (200, "was there"))),
-                (*OF_BODY, 409, *ALWAYS), body=NamespaceBody,
+                (*OF_BODY, 409, *ALWAYS), body=NamespaceBody, access=Access.WRITE,
             ),
             Route(
                 "GET", one, "describeNamespace", "One namespace", self._describe,
-                (Reply(200, "as it is now", NamespaceDetail),), of_one, (NAMESPACE,),
+                (Reply(200, "as it is now", NamespaceDetail),), of_one, (NAMESPACE,), access=Access.READ,
             ),
             Route(
                 "DELETE", one, "dropNamespace", "Forget a namespace and everything in it; its space is free at the reply", self._drop,
-                (Reply(204, "gone", media=None),), of_one, (NAMESPACE,),
+                (Reply(204, "gone", media=None),), of_one, (NAMESPACE,), access=Access.WRITE,
             ),
             Route(
                 "POST", one + "/match", "match", "The longest prefix that is in the store; changes nothing", self._match,
                 (Reply(200, "what is there, which may be nothing", Match),), (404, *OF_BODY, *ALWAYS), (NAMESPACE,), MatchBody,
+                access=Access.READ,
             ),
         ]  # fmt: skip
 

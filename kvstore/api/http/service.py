@@ -5,13 +5,13 @@ import time
 from aiohttp import web
 
 from kvstore.api.data_plane import DataPlane
-from kvstore.api.sessions import DEFAULT_TENANT
+from kvstore.api.http.admission import grant_of
 from kvstore.store import Space, Store
 
 
 def tenant(request: web.Request) -> str:
-    """The tenant a request speaks for. The only place that decides it."""
-    return DEFAULT_TENANT
+    """The tenant a request speaks for."""
+    return grant_of(request).tenant
 
 
 class Service:

@@ -34,6 +34,9 @@ class Channel:
         self._start = self._end = 0
         self._spins = 0
 
+    async def shake_hands(self) -> None:
+        """What comes before the first frame: nothing on a plain socket."""
+
     def close(self) -> None:
         """Close the socket; a read or write under way fails."""
         self.sock.close()
