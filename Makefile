@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ORACLE := .venv-oracle
 
-.PHONY: demo test test-oracle crash cuts flips fuzz soak lint format bench lock clean
+.PHONY: demo test test-oracle openapi crash cuts flips fuzz soak lint format bench lock clean
 
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)
@@ -30,6 +30,9 @@ fuzz: $(STAMP) ## Feed a million random inputs to the decoders and to a live dae
 
 soak: $(STAMP) ## Run mixed load for 20 minutes and see that memory, descriptors and files stay flat
 	$(BIN)/python -m kvstore_workers.soak $(ARGS)
+
+openapi: $(STAMP) ## Run the OpenAPI document against a daemon at length (make test does so briefly)
+	OPENAPI_EXAMPLES=1000 $(BIN)/python -m pytest --timeout 3600 tests/integration/test_openapi.py $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .
@@ -67,4 +70,4 @@ $(ORACLE)/.installed: tests/oracle/requirements.txt tests/oracle/sglang.txt
 	@touch $@
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) $(ORACLE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

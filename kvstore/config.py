@@ -1,7 +1,9 @@
 """The daemon's configuration: defaults < TOML file < KVSTORE_* environment < flags, checked once at start."""
 
+import difflib
 import ipaddress
 import os
+import re
 import shutil
 import tomllib
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, m
 
 from kvstore.api.auth import Tenants
 from kvstore.errors import BadRequest
+from kvstore.machine import read_memory
 from kvstore.sizes import Size
 from kvstore.store import StoreConfig
 from kvstore.store.quotas import Quota
@@ -20,19 +23,17 @@ from kvstore.tiers.watermarks import Watermarks
 
 _MIN_TIER = 1 << 20
 _ENVIRONMENT = "KVSTORE_"
+CLIENT_VARIABLES = ("KVSTORE_HTTP", "KVSTORE_ENDPOINT", "KVSTORE_TOKEN", "KVSTORE_TLS_CA")
+"""What the command line and the SDK read: no settings of the daemon, and no mistakes in its environment."""
+_TESTS = "KVSTORE_TEST_"
+_KUBERNETES = re.compile(r"KVSTORE_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+"""What Kubernetes sets in every container beside a service that is called kvstore."""
 
 
 def default_data_dir() -> Path:
     """Where a daemon keeps its data if nobody says: the user's data directory."""
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "kvstore"
-
-
-def _available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 1 << 30
 
 
 class Config(BaseModel):
@@ -114,7 +115,7 @@ class Config(BaseModel):
             parent = parent.parent
         return StoreConfig(
             data_dir=self.data_dir,
-            dram_bytes=self.dram or max(256 << 20, _available_memory() // 4),
+            dram_bytes=self.dram or max(256 << 20, read_memory().available // 4),
             ssd_bytes=self.ssd or max(256 << 20, min(256 << 30, shutil.disk_usage(parent).free // 2)),
             max_pages=self.max_pages,
             watermarks=Watermarks(self.high_watermark, self.low_watermark),
@@ -139,14 +140,30 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None, environment:
                 raise BadRequest(f"the configuration file {file} has `tokens`: put them into a file of their own, named by tokens_file")
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise BadRequest(f"the configuration file {file} can't be read: {error}") from error
-    known = Config.model_fields
-    for name, value in (os.environ if environment is None else environment).items():
-        field = name.removeprefix(_ENVIRONMENT).lower()
-        if name.startswith(_ENVIRONMENT) and field in known:
-            merged[field] = value
+    merged |= _from_environment(os.environ if environment is None else environment)
     merged |= {name: value for name, value in flags.items() if value is not None}
     try:
         return Config(**merged)
     except ValidationError as error:
         lines = [f"{'.'.join(str(p) for p in e['loc']) or 'configuration'}: {e['msg']}" for e in error.errors()]
         raise BadRequest("the configuration is not valid: " + "; ".join(lines)) from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Settings by name. Raises BadRequest for a variable that nothing reads: it is a setting misspelt."""
+    found = {}
+    known = {_ENVIRONMENT + field.upper(): field for field in Config.model_fields}
+    for name, value in environment.items():
+        if name in known:
+            found[known[name]] = value
+        elif (
+            name.startswith(_ENVIRONMENT)
+            and not name.startswith(_TESTS)
+            and name not in CLIENT_VARIABLES
+            and not _KUBERNETES.fullmatch(name)
+        ):
+            bare = [full.removeprefix(_ENVIRONMENT) for full in (*known, *CLIENT_VARIABLES)]
+            close = difflib.get_close_matches(name.removeprefix(_ENVIRONMENT), bare, 1)
+            hint = f"did you mean {_ENVIRONMENT}{close[0]}?" if close else "see docs/configuration.md for the names"
+            raise BadRequest(f"the environment has {name}, which is no setting: {hint}")
+    return found

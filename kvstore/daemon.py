@@ -18,7 +18,8 @@ from kvstore.api.data_plane import DataPlane, bind_tcp, bind_unix
 from kvstore.api.guard import Guard
 from kvstore.api.http import ControlPlane
 from kvstore.config import Config
-from kvstore.errors import KVStoreError
+from kvstore.errors import BadRequest, KVStoreError
+from kvstore.machine import read_memory, tight, too_much
 from kvstore.store import Store
 
 _log = logging.getLogger("kvstore")
@@ -35,9 +36,14 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
         loop.add_signal_handler(number, stop.set)
     _raise_descriptor_limit()
     store_config = config.store_config()
+    memory = read_memory()
+    if refusal := too_much(store_config.dram_bytes, memory):
+        raise BadRequest(refusal)
     _log.info("kvstore %s, data in %s", __version__, config.data_dir)
     for tier, size in (("DRAM", store_config.dram_bytes), ("SSD", store_config.ssd_bytes)):
         _log.info("%s tier: %.1f MiB", tier, size / (1 << 20))
+    if warning := tight(store_config.dram_bytes, memory):
+        _log.warning("%s", warning)
     guard = await _guard(config)
     certificate = await _certificate(config)
     tls = None if certificate is None else certificate.context

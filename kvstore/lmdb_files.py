@@ -40,6 +40,24 @@ def open_environment(path: Path, map_bytes: int, **options: Any) -> lmdb.Environ
     return env
 
 
+def open_readonly(path: Path) -> lmdb.Environment:
+    """Open an environment that nobody writes, without changing anything. Raises DataDirError or, for damage, lmdb.Error."""
+    file = path / "data.mdb"
+    if not file.exists():
+        raise DataDirError(f"{file} is missing")
+    env = lmdb.open(str(path), readonly=True, lock=False, create=False, readahead=False, max_spare_txns=8)
+    used = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if file.stat().st_size < used:  # reading on would end the process with SIGBUS
+        env.close()
+        raise lmdb.CorruptedError(f"{file} has {file.stat().st_size} bytes, its own header says {used}")
+    return env
+
+
+def is_marked(path: Path) -> bool:
+    """Whether the environment in a folder is to be salvaged when it is opened next."""
+    return (path / _MARK).exists()
+
+
 def _open(path: Path, map_bytes: int, options: dict[str, Any]) -> lmdb.Environment:
     path.mkdir(mode=0o700, exist_ok=True)
     return lmdb.open(str(path), map_size=map_bytes, mode=0o600, readahead=False, **options)

@@ -5,10 +5,12 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from aiohttp import web
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from kvstore.api.models import Problem
 from kvstore.errors import BadRequest, KVStoreError
 
 _log = logging.getLogger("kvstore.http")
@@ -17,18 +19,41 @@ request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", d
 _ID_HEADER = "X-Request-Id"
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
+Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class BadBody(BadRequest):
+    """The body is not of the right form."""
+
+    http_status = 422
+
+
+async def body_of(request: web.Request, model: type[Body]) -> Body:
+    """A request's body. Raises BadBody, saying which field is wrong."""
+    try:
+        return model.model_validate_json(await request.read())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadBody(f"{'.'.join(str(p) for p in first['loc']) or 'body'}: {first['msg']}") from error
 
 
 def problem(status: int, code: str, detail: str, retry_after_ms: int | None = None) -> web.Response:
     """A problem+json response; `code` is the same as on the data plane."""
-    body: dict[str, object] = {"type": f"urn:kvstore:error:{code}", "title": code.replace("_", " "), "status": status, "detail": detail}
-    body |= {"code": code, "request_id": request_id.get()}
+    body = Problem(
+        type=f"urn:kvstore:error:{code}",
+        title=code.replace("_", " "),
+        status=status,
+        detail=detail,
+        code=code,
+        request_id=request_id.get(),
+        retry_after_ms=retry_after_ms,
+    )
     headers = {} if status != 401 else {"WWW-Authenticate": 'Bearer realm="kvstore"'}
     if retry_after_ms is not None:
-        body["retry_after_ms"] = retry_after_ms
         headers["Retry-After"] = str(-(-retry_after_ms // 1000))
-    return web.json_response(body, status=status, content_type="application/problem+json", headers=headers)
+    text = body.model_dump_json(exclude_none=True)
+    return web.Response(text=text, status=status, content_type="application/problem+json", headers=headers)
 
 
 @web.middleware
@@ -41,13 +66,12 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
         response = await handler(request)
     except KVStoreError as error:
         response = problem(error.http_status, error.code, error.message, error.retry_after_ms)
-    except ValidationError as error:
-        first = error.errors()[0]
-        response = problem(422, BadRequest.code, f"{'.'.join(str(p) for p in first['loc']) or 'body'}: {first['msg']}")
     except web.HTTPException as error:
         if error.status < 400:
             raise
         response = problem(error.status, "http", f"{error.reason}: {request.method} {request.path}")
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
     except Exception:  # noqa: BLE001 - a bug in one request must not end the others
         _log.exception("%s %s failed [request %s]", request.method, request.path, request_id.get())
         response = problem(500, "internal", "the daemon failed at this request; its log says how, under the request id")

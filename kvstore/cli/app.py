@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import data, namespaces, serve, watch
-from kvstore.cli.common import credentials
+from kvstore.cli import check, data, doctor, namespaces, serve, watch
+from kvstore.cli.common import credentials, print_error
 from kvstore.errors import KVStoreError
 
 app = typer.Typer(
@@ -22,6 +22,8 @@ app.command()(serve.serve)
 app.command()(watch.status)
 app.command()(watch.top)
 app.add_typer(namespaces.app, name="ns")
+app.command()(check.check)
+app.command()(doctor.doctor)
 app.command()(data.put)
 app.command()(data.get)
 app.command()(data.match)
@@ -55,5 +57,5 @@ def main() -> None:
     try:
         app()
     except KVStoreError as error:
-        print(f"kvstore: {error.code}: {error.message}", file=sys.stderr)
+        print_error(error)
         sys.exit(1)

@@ -1,25 +1,32 @@
 """What several commands need: where the daemon is, tokens from the command line, and output for people or scripts."""
 
+import functools
 import http.client
 import json
 import os
 import ssl
+import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
 import typer
+from rich.console import Console
 
 from kvstore.api.wire import client_context
-from kvstore.errors import BadRequest, ConnectionLost, error_from_code
+from kvstore.errors import BadRequest, ConnectionLost, KVStoreError, NotFound, error_from_code
 from kvstore_client import Client
 
 DEFAULT_HTTP = "http://127.0.0.1:7420"
 DEFAULT_DATA = "127.0.0.1:7421"
+_PIPED_WIDTH = 10_000
+
+P = ParamSpec("P")
 
 HttpOption = Annotated[str, typer.Option("--http", envvar="KVSTORE_HTTP", help="The daemon's control plane.")]
 EndpointOption = Annotated[
@@ -50,26 +57,67 @@ def connect(endpoint: str) -> Client:
     return Client(endpoint, token=credentials.token, tls=credentials.tls(endpoint))
 
 
+def http_open(base: str, path: str, *, method: str = "GET", body: object | None = None, timeout: float = 30) -> Any:
+    """The response to one request to the control plane, to be closed. The only place that makes one."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {credentials.token}"} if credentials.token else {})
+    request = urllib.request.Request(base.rstrip("/") + path, data, headers, method=method)
+    return urllib.request.urlopen(request, timeout=timeout, context=credentials.tls(base))
+
+
 def http_json(base: str, path: str, *, method: str = "GET", body: object | None = None) -> Any:
     """One request to the control plane. Raises the daemon's typed error, or ConnectionLost."""
-    data = None if body is None else json.dumps(body).encode()
     try:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {credentials.token}"} if credentials.token else {})
-        request = urllib.request.Request(base.rstrip("/") + path, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=30, context=credentials.tls(base)) as response:
+        with http_open(base, path, method=method, body=body) as response:
             raw = response.read()
             return json.loads(raw) if raw else None
     except urllib.error.HTTPError as error:
-        try:
-            problem = json.loads(error.read())
-        except ValueError:
-            problem = {}
-        raise error_from_code(problem.get("code", "internal"), problem.get("detail", str(error))) from None
+        raise http_problem(error) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error) or type(error).__name__
-        raise ConnectionLost(
-            f"no daemon answers at {base} ({reason}); start one with `kvstore serve`, or give --http http://HOST:PORT"
-        ) from None
+        raise unreachable(base, error) from None
+
+
+def http_problem(error: urllib.error.HTTPError) -> KVStoreError:
+    """The typed error that a daemon's problem+json stands for."""
+    try:
+        problem = json.loads(error.read())
+    except ValueError:
+        problem = {}
+    return error_from_code(problem.get("code", "internal"), problem.get("detail", str(error)))
+
+
+def unreachable(base: str, error: Exception) -> ConnectionLost:
+    """Nobody answers at an address, or not in HTTP."""
+    reason = getattr(error, "reason", error) or type(error).__name__
+    return ConnectionLost(f"no daemon answers at {base} ({reason}); start one with `kvstore serve`, or give --http http://HOST:PORT")
+
+
+def exits_with(*, error: int, miss: int | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """End a command with these exit codes instead of 1: `miss` for what is not in the store, `error` for all else."""
+
+    def wrap(command: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(command)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                command(*args, **kwargs)
+            except KVStoreError as raised:
+                print_error(raised)
+                raise typer.Exit(miss if miss is not None and isinstance(raised, NotFound) else error) from None
+
+        return run
+
+    return wrap
+
+
+def print_error(error: KVStoreError) -> None:
+    """One line on standard error."""
+    print(f"kvstore: {error.code}: {error.message}", file=sys.stderr)
+
+
+def table_console() -> Console:
+    """A console for tables. Not a terminal, it is as wide as they need: nothing is cut when output is piped."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPED_WIDTH)
 
 
 def parse_tokens(text: str) -> npt.NDArray[np.uint32]:

@@ -8,7 +8,17 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvstore.cli.common import DEFAULT_DATA, EndpointOption, JsonOption, TokensOption, connect, parse_tokens, print_json, size_text
+from kvstore.cli.common import (
+    DEFAULT_DATA,
+    EndpointOption,
+    JsonOption,
+    TokensOption,
+    connect,
+    exits_with,
+    parse_tokens,
+    print_json,
+    size_text,
+)  # fmt: skip
 from kvstore.errors import BadRequest, NotFound
 
 NamespaceArgument = Annotated[str, typer.Argument(help="Namespace, by name or id.")]
@@ -43,6 +53,7 @@ def put(
         typer.echo(f"{done.new_pages} new pages, {done.existing_pages} were there; {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 
+@exits_with(miss=1, error=2)
 def get(
     namespace: NamespaceArgument,
     tokens: TokensOption,
@@ -50,7 +61,7 @@ def get(
     endpoint: EndpointOption = DEFAULT_DATA,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch the longest prefix that is in the store. Exit code 1 if there is none."""
+    """Fetch the longest prefix that is in the store. Exit code 1 if nothing of it is there, 2 for an error."""
     ids = parse_tokens(tokens)
     with connect(endpoint) as client:
         space = client.namespace(namespace)
@@ -75,8 +86,9 @@ def get(
         typer.echo(f"{pages} pages ({matched} of {len(ids)} tokens), {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 
+@exits_with(miss=1, error=2)
 def match(namespace: NamespaceArgument, tokens: TokensOption, endpoint: EndpointOption = DEFAULT_DATA, as_json: JsonOption = False) -> None:
-    """Say how much of a prefix is in the store, and where. Changes nothing."""
+    """Say how much of a prefix is in the store, and where. Changes nothing. Exit code 1 if nothing of it is, 2 for an error."""
     ids = parse_tokens(tokens)
     with connect(endpoint) as client:
         space = client.namespace(namespace)
@@ -86,3 +98,5 @@ def match(namespace: NamespaceArgument, tokens: TokensOption, endpoint: Endpoint
         print_json({"pages": pages, "tokens": matched, "asked_tokens": len(ids), "dram_pages": in_dram})
     else:
         typer.echo(f"{matched} of {len(ids)} tokens: {pages} pages, {in_dram} in DRAM and {pages - in_dram} on SSD")
+    if not pages:
+        raise typer.Exit(1)

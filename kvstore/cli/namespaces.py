@@ -5,10 +5,9 @@ from typing import Annotated
 from urllib.parse import quote
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, print_json, size_text
+from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, print_json, size_text, table_console
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES, Component, KVSpec
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
@@ -30,7 +29,7 @@ def list_namespaces(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False
             item["name"], item["id"], f"{item['pages']:,}", size_text(item["dram_bytes"]), str(spec.page_tokens),
             size_text(spec.page_bytes), "on" if item["recipes"] else "off",
         )  # fmt: skip
-    Console().print(table if items else "no namespaces yet; create one with `kvstore ns create`")
+    table_console().print(table if items else "no namespaces yet; create one with `kvstore ns create`")
 
 
 @app.command()
@@ -89,7 +88,7 @@ def show(name: Annotated[str, typer.Argument(help="Name or id.")], http: HttpOpt
     table = Table(show_header=False)
     for key, value in info.items():
         table.add_row(key.replace("_", " "), str(value))
-    Console().print(table)
+    table_console().print(table)
 
 
 @app.command()
@@ -97,10 +96,14 @@ def drop(
     name: Annotated[str, typer.Argument(help="Name or id.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
     http: HttpOption = DEFAULT_HTTP,
+    as_json: JsonOption = False,
 ) -> None:
     """Forget a namespace and everything in it; its space comes back at once."""
     info = http_json(http, f"/v1/namespaces/{quote(name, safe='')}")
     if not yes:
         typer.confirm(f"Drop {info['name']} ({info['id']}) with {info['pages']:,} pages?", abort=True)
     http_json(http, f"/v1/namespaces/{info['id']}", method="DELETE")
-    typer.echo(f"dropped {info['name']}")
+    if as_json:
+        print_json({"dropped": info["id"], "name": info["name"], "pages": info["pages"]})
+    else:
+        typer.echo(f"dropped {info['name']}")

@@ -1,15 +1,17 @@
 """`kvstore status` and `kvstore top`: looking at a running daemon."""
 
+import contextlib
+import json
 import time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, print_json, size_text
+from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, print_json, size_text, table_console
 
 _RATES = (
     ("matches", "matches/s", False),
@@ -26,21 +28,26 @@ def status(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None
     if as_json:
         print_json(stat)
         return
-    Console().print(f"kvstore {stat['version']}, up {stat['uptime_s']:.0f} s, at {', '.join(stat['endpoints'])}")
-    Console().print(_tiers(stat), _namespaces(stat), *([_totals(stat)] if "totals" in stat else []))
+    table_console().print(f"kvstore {stat['version']}, up {stat['uptime_s']:.0f} s, at {', '.join(stat['endpoints'])}")
+    table_console().print(_tiers(stat), _namespaces(stat), *([_totals(stat)] if "totals" in stat else []))
 
 
 def top(
     http: HttpOption = DEFAULT_HTTP,
     interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between looks.")] = 1.0,
     count: Annotated[int, typer.Option(min=0, help="Stop after so many looks; 0 for never.")] = 0,
+    as_json: JsonOption = False,
 ) -> None:
-    """Watch a daemon live: tiers, rates and namespaces. Ctrl-C ends it."""
+    """Watch a daemon live: tiers, rates and namespaces. Ctrl-C ends it. With --json, a line a look."""
+    if as_json:
+        with contextlib.suppress(KeyboardInterrupt):
+            _top_json(http, interval, count)
+        return
     last: dict[str, Any] | None = None
     last_time = 0.0
     looks = 0
     try:
-        with Live(console=Console(), refresh_per_second=4) as live:
+        with Live(console=table_console(), refresh_per_second=4) as live:
             while not count or looks < count:
                 now, stat = time.monotonic(), http_json(http, "/v1/stat")
                 rates = [_rates(stat, last, now - last_time)] if "totals" in stat else []  # without admin access there are none
@@ -51,6 +58,23 @@ def top(
                     time.sleep(interval)
     except KeyboardInterrupt:
         return
+
+
+def _top_json(http: str, interval: float, count: int) -> None:
+    """One line of JSON a look: what `/v1/stat` says, and the totals of a second since the look before."""
+    last: dict[str, Any] | None = None
+    last_time = 0.0
+    looks = 0
+    while not count or looks < count:
+        now, stat = time.monotonic(), http_json(http, "/v1/stat")
+        rates = {
+            name: 0.0 if last is None else (stat["totals"][name] - last["totals"][name]) / (now - last_time) for name in stat["totals"]
+        }
+        print(json.dumps(stat | {"per_s": rates}), flush=True)
+        last, last_time = stat, now
+        looks += 1
+        if looks != count:
+            time.sleep(interval)
 
 
 def _tiers(stat: dict[str, Any]) -> Table:

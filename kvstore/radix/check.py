@@ -24,7 +24,6 @@ def check(tree: RadixTree) -> None:
     assert len(ghosts) == tree.ghost_count, "ghost count and ghosts differ"
     assert len(live) + len(ghosts) == len(tree.pages.key_index), "the key index holds other pages than the tree"
     assert (tree.pages.part[ghosts] == -1).all(), "a ghost has parts"
-    assert all(tree.pages.find_key(tree.pages.key_bytes(s)) == s for s in live.tolist()), "a page is not found by its key"
     unsealed = [n for n in nodes if n != ROOT and not tree.nodes.sealed[n]]
     assert len(tree.child_index) == len(unsealed), "the child index holds other nodes than the tree"
     owner_of_part, part = tree.parts.of(tree.pages.part[live])
@@ -37,8 +36,24 @@ def check(tree: RadixTree) -> None:
     assert ((tree.pages.flags[live[named]] & DURABLE) != 0).all(), "a part is named by a record that does not exist"
 
 
+def is_node(tree: RadixTree, node: int) -> bool:
+    """Whether a node number is in use now."""
+    return node == ROOT or (tree.nodes.count[node] > 0 and int(tree.pages.node[tree.nodes.start[node]]) == node)
+
+
 def _check_node(tree: RadixTree, node: int, owner: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
-    nodes, pages = tree.nodes, tree.pages
+    check_links(tree, node)
+    if node == ROOT:
+        return
+    start, capacity = tree.nodes.start[node], tree.nodes.capacity[node]
+    assert (owner[start : start + capacity] == -1).all(), f"node {node} overlaps another run"
+    owner[start : start + capacity] = node
+    check_run(tree, node, 0, tree.nodes.count[node])
+
+
+def check_links(tree: RadixTree, node: int) -> None:
+    """Raise AssertionError unless a node's links and counts are right. True between any two changes of the tree."""
+    nodes = tree.nodes
     children = nodes.children_of(node)
     assert len(children) == nodes.children[node], f"node {node} counts {nodes.children[node]} children, has {len(children)}"
     assert sum(nodes.sealed[c] for c in children) == nodes.sealed_children[node], f"node {node}: sealed children"
@@ -46,22 +61,32 @@ def _check_node(tree: RadixTree, node: int, owner: "np.ndarray[tuple[int], np.dt
     assert len(set(labels)) == len(labels), f"two children of node {node} begin with one label"
     for child in children:
         assert nodes.parent[child] == node, f"node {child} does not name its parent"
-        assert nodes.depth[child] == nodes.depth[node] + nodes.count[node], f"node {child} has the wrong depth"
-    if node == ROOT:
-        return
+    if node != ROOT:
+        check_place(tree, node)
+    if node != ROOT and not tree.ever_sealed and len(children) == 1:
+        assert nodes.count[node] + nodes.count[children[0]] > MOVE_LIMIT, f"node {node} and its only child should be one"
+
+
+def check_place(tree: RadixTree, node: int) -> None:
+    """Raise AssertionError unless a node (not the root) lies where it says. True between any two changes of the tree."""
+    nodes, pages = tree.nodes, tree.pages
+    parent = nodes.parent[node]
+    assert nodes.depth[node] == nodes.depth[parent] + nodes.count[parent], f"node {node} has the wrong depth"
     start, count = nodes.start[node], nodes.count[node]
     assert 0 < count <= nodes.capacity[node], f"node {node} has {count} pages of {nodes.capacity[node]}"
-    assert (owner[start : start + nodes.capacity[node]] == -1).all(), f"node {node} overlaps another run"
-    owner[start : start + nodes.capacity[node]] = node
     assert (pages.node[start : start + count] == node).all(), f"a page of node {node} names another node"
-    if not tree.ever_sealed and len(children) == 1:
-        assert count + nodes.count[children[0]] > MOVE_LIMIT, f"node {node} and its only child should be one"
     if not nodes.sealed[node]:
         found = list(tree.child_index.candidates(tree._node_hash(node)))
         assert node in found, f"node {node} is not in the child index"
-    parent = nodes.parent[node]
-    above = nodes.start[parent] + nodes.count[parent] - 1 if parent != ROOT else -1
-    for slot in range(start, start + count):
+
+
+def check_run(tree: RadixTree, node: int, first: int, last: int) -> None:
+    """Raise AssertionError unless pages [first, last) of a node's run are right. True between any two changes of the tree."""
+    nodes, pages = tree.nodes, tree.pages
+    parent, start = nodes.parent[node], nodes.start[node]
+    above = start + first - 1 if first else (nodes.start[parent] + nodes.count[parent] - 1 if parent != ROOT else -1)
+    for slot in range(start + first, start + min(last, nodes.count[node])):
+        assert pages.find_any(pages.key_bytes(slot)) == slot, f"page slot {slot} is not found by its key"
         if not nodes.sealed[node]:
             label = pages.tokens[slot].tobytes() + pages.extras[slot].tobytes()
             key = tree.root_key if above < 0 else pages.key_bytes(above)

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
 from kvstore.kvspec import PartRange, canonical_json
-from kvstore.lmdb_files import STRUCTURAL, mark_damaged, open_environment
+from kvstore.lmdb_files import STRUCTURAL, mark_damaged, open_environment, open_readonly
 
 _NAMESPACE, _PAGE = b"N", b"P"
 _RECORD_VERSION = 1
@@ -110,11 +110,11 @@ def _page_key(number: int, key: bytes) -> bytes:
 
 
 class Journal:
-    """One LMDB environment. `map_bytes` bounds its file."""
+    """One LMDB environment. `map_bytes` bounds its file. Read-only, nothing of it is changed, locked or mended."""
 
-    def __init__(self, path: FilePath, map_bytes: int) -> None:
+    def __init__(self, path: FilePath, map_bytes: int = 0, *, readonly: bool = False) -> None:
         self._path = path
-        self._env = open_environment(path, map_bytes, max_spare_txns=2)
+        self._env = open_readonly(path) if readonly else open_environment(path, map_bytes, max_spare_txns=2)
 
     def mark_damaged(self) -> None:
         """Have it salvaged when it is opened next."""
@@ -150,6 +150,27 @@ class Journal:
                 data = json.loads(body)
                 found.append(NamespaceRecord(int.from_bytes(raw_key[1:], "big"), bytes.fromhex(data["digest"]), data["settings"]))
         return found, bad
+
+    def page_numbers(self) -> list[int]:
+        """The namespace numbers that have page records, without a look at each record."""
+        found: list[int] = []
+        with self._env.begin() as txn, txn.cursor() as cursor:
+            more = cursor.set_range(_PAGE)
+            while more and (key := cursor.key()).startswith(_PAGE):
+                found.append(int.from_bytes(key[1:5], "big"))
+                more = found[-1] < 0xFFFFFFFF and cursor.set_range(_PAGE + (found[-1] + 1).to_bytes(4, "big"))
+        return found
+
+    def page_counts(self) -> dict[int, int]:
+        """Page records by namespace number, whether they verify or not."""
+        counts: dict[int, int] = {}
+        with self._env.begin() as txn, txn.cursor() as cursor:
+            more = cursor.set_range(_PAGE)
+            while more and (key := cursor.key()).startswith(_PAGE):
+                number = int.from_bytes(key[1:5], "big")
+                counts[number] = counts.get(number, 0) + 1
+                more = cursor.next()
+        return counts
 
     def put_namespace(self, record: NamespaceRecord) -> None:
         """Write a namespace record, durably."""

@@ -1,13 +1,15 @@
 """Recomputes every invariant of a store at rest: trees, reference counts, DRAM slots. For tests and for `check` commands."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.kvspec import PartRange
 from kvstore.radix.check import check as check_tree
 from kvstore.radix.pages import Slots
-from kvstore.store.pending import overlap, whole_components
+from kvstore.store.pending import Pending, overlap, whole_components
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.tiers.blobs import NO_SLOT
@@ -18,7 +20,7 @@ def check(store: Store) -> None:
     used: Counter[str] = Counter()
     for space in store.all_spaces():
         check_tree(space.tree)
-        used[space.settings.tenant] += _check_blobs(store, space)
+        used[space.settings.tenant] += check_blobs(space, store.pending_of(space))
         _check_leases(store, space)
     held = store.usage()["dram"].used
     assert held == used.total(), f"{held} bytes of DRAM are taken, the blobs account for {used.total()}"
@@ -28,32 +30,53 @@ def check(store: Store) -> None:
         assert not store.quotas.in_flight(tenant), f"{store.quotas.in_flight(tenant)} bytes of tenant {tenant} are in flight"
 
 
-def _check_blobs(store: Store, space: Space) -> int:
+def check_counts(space: Space) -> None:
+    """Raise AssertionError unless the blob table says what the tree needs. True between any two changes of a namespace."""
     blobs, tree = space.blobs, space.tree
     live = tree.live_slots()
     parts = tree.parts_of(live)
-    _, part = tree.parts.of(tree.pages.part[live])
-    named = tree.parts.durable[part]
+    named = _named(space, live)
+    rows = np.unique(parts.blob)
     pages = np.bincount(parts.blob, minlength=blobs.slots.high)
-    _check_cover(space, live)
     durable_pages = np.bincount(parts.blob[named], minlength=blobs.slots.high)
+    assert len(live) == tree.page_count, "page count and page slots differ"
+    assert len(live) + tree.ghost_count == len(tree.pages.key_index), "the key index holds other pages than the tree"
+    assert (blobs.pages[rows] == pages[rows]).all(), "a blob counts other pages than need it"
+    # A record that is to be written anew still counts for the blobs that it names.
+    assert (blobs.durable_pages[rows] >= durable_pages[rows]).all(), "a blob counts fewer durable pages than need it"
+    assert ((blobs.slot[rows] != NO_SLOT) | blobs.on_ssd[rows]).all(), "a blob is in no tier"
+    assert (blobs.on_ssd[rows] | (durable_pages[rows] == 0)).all(), "a durable page's blob is not on SSD"
+
+
+def check_blobs(space: Space, pending: Sequence[Pending] = ()) -> int:
+    """Raise AssertionError unless the blob table is right and nothing is under way. Returns the bytes of DRAM it accounts for."""
+    check_counts(space)
+    blobs, tree = space.blobs, space.tree
+    live = tree.live_slots()
+    parts = tree.parts_of(live)
+    _check_cover(space, live)
+    durable_pages = np.bincount(parts.blob[_named(space, live)], minlength=blobs.slots.high)
     pins = np.zeros(blobs.slots.high, np.int64)
-    for pending in store.pending_of(space):
-        np.add.at(pins, pending.rows[pending.rows >= 0], 1)
+    for waiting in pending:
+        np.add.at(pins, waiting.rows[waiting.rows >= 0], 1)
     rows = np.union1d(parts.blob, np.flatnonzero(pins)).astype(np.int32)
     assert len(rows) == blobs.count, f"{blobs.count} blobs in the table, {len(rows)} in the tree or pending"
-    assert (blobs.pages[rows] == pages[rows]).all(), "a blob counts other pages than need it"
     assert (blobs.durable_pages[rows] == durable_pages[rows]).all(), "a blob counts other durable pages than need it"
     assert (blobs.pins[rows] == pins[rows]).all(), "a blob is pinned by something else than pending pages, and nothing is under way"
     assert all(blobs.find(blobs.id_of(row)) == row for row in rows.tolist()), "a blob is not found by its id"
     slots = blobs.slot[rows]
-    assert ((slots != NO_SLOT) | blobs.on_ssd[rows]).all(), "a blob is in no tier"
-    assert (blobs.on_ssd[rows] | (durable_pages[rows] == 0)).all(), "a durable page's blob is not on SSD"
+    assert ((slots != NO_SLOT) | blobs.on_ssd[rows]).all(), "a pending blob is in no tier"
     resident = slots[slots != NO_SLOT].tolist()
     assert len(set(resident)) == len(resident), "two blobs share a DRAM slot"
     nbytes = sum(space.slot_bytes(slot) for slot in resident)
     assert nbytes == space.resident_bytes, f"{space.resident_bytes} bytes accounted as resident, there are {nbytes}"
     return nbytes
+
+
+def _named(space: Space, live: Slots) -> npt.NDArray[np.bool_]:
+    """For each part of these pages, whether a durable record names it."""
+    _, part = space.tree.parts.of(space.tree.pages.part[live])
+    return space.tree.parts.durable[part]
 
 
 def _check_cover(space: Space, live: Slots) -> None:

@@ -11,6 +11,10 @@ FORMAT = 1
 """Version of everything on disk. A daemon opens its own format only; a new one comes with a written migration."""
 
 
+class DataDirInUse(DataDirError):
+    """Another process holds the directory."""
+
+
 class DataDir:
     """An exclusive hold on a data directory, from construction to `close`."""
 
@@ -35,8 +39,8 @@ class DataDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise DataDirError(
-                f"the data directory {self.path} is in use by another daemon (pid {holder}): stop it, or give this one its own --data-dir"
+            raise DataDirInUse(
+                f"the data directory {self.path} is in use by another process (pid {holder}): stop it, or give this one its own --data-dir"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)

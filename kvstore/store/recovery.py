@@ -48,6 +48,13 @@ class Recovery:
             self._stats.corrupt_records += 1
             _log.error("the record of namespace number %d does not verify: it is dropped", number)
             await loop.run_in_executor(executor, journal.drop_namespace, number)
+        known = {record.number for record in records} | set(bad)
+        for number in await loop.run_in_executor(executor, journal.page_numbers):
+            if number not in known:
+                self._stats.corrupt_records += 1
+                _log.error("the page records of namespace number %d have no namespace: they are dropped", number)
+                await loop.run_in_executor(executor, journal.drop_namespace, number)
+                bad.append(number)
         spaces = []
         for record in records:
             space = self._new_space(record.number, NamespaceSettings.from_dict(record.settings))

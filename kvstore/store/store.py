@@ -564,3 +564,13 @@ class Store:
     def backlog(self) -> int:
         """Pages waiting to be written to SSD."""
         return self._writeback.backlog
+
+    @property
+    def blob_file(self) -> BlobFile:
+        """The SSD tier, for those who verify it."""
+        return self._blob_file
+
+    @property
+    def readers(self) -> ThreadPoolExecutor:
+        """The threads that read from SSD."""
+        return self._readers

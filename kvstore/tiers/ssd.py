@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.lmdb_files import STRUCTURAL, mark_damaged, open_environment
+from kvstore.lmdb_files import STRUCTURAL, mark_damaged, open_environment, open_readonly
 from kvstore.tiers import Usage
 
 _KEY = struct.Struct(">I16sH")
@@ -44,11 +44,23 @@ class BlobFile:
 
     def __init__(self, path: Path, capacity: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
         self._path = path
+        self._readonly = False
         self.capacity = capacity
         self.extent_bytes = extent_bytes
         map_bytes = capacity + capacity // 10 + (256 << 20)
         self._env = open_environment(path, map_bytes, max_spare_txns=8, max_readers=126)
         self._extents: int = self._env.stat()["entries"]
+
+    @classmethod
+    def readonly(cls, path: Path) -> "BlobFile":
+        """The file as it is, for reading only: nothing of it is changed, locked or mended."""
+        file = cls.__new__(cls)
+        file._path, file._readonly, file._env = path, True, open_readonly(path)
+        with file._env.begin() as txn, txn.cursor() as cursor:
+            file.extent_bytes = len(cursor.value()) if cursor.first() else DEFAULT_EXTENT_BYTES
+        file._extents = file._env.stat()["entries"]
+        file.capacity = file._extents * file.extent_bytes
+        return file
 
     def close(self) -> None:
         """Close the environment."""
@@ -98,7 +110,8 @@ class BlobFile:
         try:
             self._copy_out(number, blob, np.frombuffer(target, np.uint8))
         except lmdb.Error as error:
-            mark_damaged(self._path)
+            if not self._readonly:
+                mark_damaged(self._path)
             raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
         verify_stored(blob, layout, target)
 

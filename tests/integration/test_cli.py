@@ -42,8 +42,15 @@ def test_a_page_goes_in_and_comes_out(daemon: DaemonProcess, tmp_path: Path) -> 
     assert as_json(kvstore(daemon, "status", "--json"))["totals"]["put_pages"] >= 2
     assert "namespace" in kvstore(daemon, "top", "--count", "1").stdout
     assert "cli" in kvstore(daemon, "status").stdout
-    assert kvstore(daemon, "ns", "show", "cli").returncode == 0
-    assert kvstore(daemon, "ns", "drop", "cli", "--yes").returncode == 0
+    for words in (kvstore(daemon, "ns", "show", "cli").stdout, kvstore(daemon, "ns", "list").stdout, kvstore(daemon, "status").stdout):
+        assert made["id"] in words, "piped output is whole"
+    looks = [json.loads(line) for line in kvstore(daemon, "top", "--count", "2", "--interval", "0.1", "--json").stdout.splitlines()]
+    assert [look["totals"]["put_pages"] >= 2 for look in looks] == [True, True]
+    assert looks[1]["per_s"]["put_pages"] == 0
+    for command in ("match", "get"):
+        arguments = [command, "cli", "-t", "7,7,7,7", *(["-o", str(tmp_path / "none")] if command == "get" else [])]
+        assert kvstore(daemon, *arguments).returncode == 1, "a miss is no error"
+    assert as_json(kvstore(daemon, "ns", "drop", "cli", "--yes", "--json"))["dropped"] == made["id"]
     gone = kvstore(daemon, "ns", "show", "cli")
     assert gone.returncode == 1
     assert "unknown_namespace" in gone.stderr
@@ -62,7 +69,7 @@ def test_a_page_goes_in_and_comes_out(daemon: DaemonProcess, tmp_path: Path) -> 
 )
 def test_errors_are_one_line_that_helps(daemon: DaemonProcess, arguments: tuple[str, ...], words: str) -> None:
     done = kvstore(daemon, *arguments)
-    assert done.returncode == 1
+    assert done.returncode == (2 if arguments[0] == "match" else 1)
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 

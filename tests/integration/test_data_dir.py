@@ -52,12 +52,20 @@ def test_data_without_a_format_file_is_not_guessed_at(data_dir: Path) -> None:
     [
         (("--dram", "lots"), "dram"),
         (("--dram", "1KiB"), "dram"),
+        (("--dram", "1024TiB"), "more than the"),
         (("--log-level", "loud"), "log_level"),
         (("--host", "256.1.1.1"), "256.1.1.1"),
     ],
 )
 def test_a_bad_configuration_is_named(data_dir: Path, arguments: tuple[str, ...], named: str) -> None:
     assert named in last_words(data_dir, *arguments)
+
+
+def test_a_misspelt_variable_is_refused(data_dir: Path) -> None:
+    daemon = DaemonProcess(data_dir, environment={"KVSTORE_DARM": "4MiB", "KVSTORE_HTTP": "http://127.0.0.1:1"})
+    assert daemon.wait_exit(20) == 1
+    assert "KVSTORE_DARM" in daemon.lines[-1]
+    assert "did you mean KVSTORE_DRAM?" in daemon.lines[-1]
 
 
 def test_a_clean_stop_flushes_and_says_so(data_dir: Path) -> None:

@@ -19,7 +19,9 @@ from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, MissingParent,
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
 from kvstore.store.check import check
+from kvstore.store.check_running import check_running
 from kvstore.store.eviction import Unit, free_dram
+from kvstore.store.verify import CheckProgress, CheckReport
 from kvstore.tiers.watermarks import Watermarks
 
 T = TypeVar("T")
@@ -165,6 +167,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(old.__aexit__(None, None, None))
         self.generation += 1
         self.open()
+
+    @rule()
+    def check_while_serving(self) -> None:
+        """In between, with the mover and the writer at work."""
+
+        async def last() -> CheckReport | CheckProgress:
+            return [step async for step in check_running(self.store, self.store.all_spaces(), lambda: True)][-1]
+
+        report = self.run(last())
+        assert isinstance(report, CheckReport)
+        assert report.clean, report.damage
 
     @invariant()
     def sound(self) -> None:

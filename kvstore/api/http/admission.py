@@ -1,4 +1,6 @@
-"""Which access each HTTP route asks for, and the middleware that insists on it."""
+"""Who asks over HTTP, and the middleware that insists on the access that a route asks for."""
+
+from collections.abc import Mapping
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -6,20 +8,8 @@ from aiohttp.typedefs import Handler, Middleware
 from kvstore.api.auth import Access, Grant, forbidden
 from kvstore.api.guard import Guard
 
-OPEN = None
-ROUTES: dict[tuple[str, str], Access | None] = {
-    ("GET", "/healthz"): OPEN,
-    ("GET", "/readyz"): OPEN,
-    ("GET", "/metrics"): Access.ADMIN,
-    ("GET", "/v1/stat"): Access.READ,
-    ("GET", "/v1/namespaces"): Access.READ,
-    ("POST", "/v1/namespaces"): Access.WRITE,
-    ("GET", "/v1/namespaces/{namespace}"): Access.READ,
-    ("DELETE", "/v1/namespaces/{namespace}"): Access.WRITE,
-    ("POST", "/v1/namespaces/{namespace}/match"): Access.READ,
-    ("GET", "/v1/blobs/{namespace}/{blob}"): Access.READ,
-}
-"""HEAD is as GET. A route that is not here is refused to everybody."""
+AccessTable = Mapping[tuple[str, str], Access | None]
+"""For a method and a path, the access it asks for; None lets everybody in. HEAD is as GET. What is not here is refused to everybody."""
 
 _GRANT = "kvstore_grant"
 
@@ -30,7 +20,7 @@ def grant_of(request: web.Request) -> Grant:
     return grant
 
 
-def guarded(guard: Guard) -> Middleware:
+def guarded(guard: Guard, table: AccessTable) -> Middleware:
     """Middleware: let through what the request's bearer token allows. Put it inside `problems`."""
 
     @web.middleware
@@ -38,8 +28,8 @@ def guarded(guard: Guard) -> Middleware:
         resource = request.match_info.route.resource
         if resource is None:
             return await handler(request)  # no such route: its 404 or 405 is the same for everybody
-        needed = ROUTES.get(("GET" if request.method == "HEAD" else request.method, resource.canonical), "nobody")
-        if needed is OPEN:
+        needed = table.get(("GET" if request.method == "HEAD" else request.method, resource.canonical), "nobody")
+        if needed is None:
             return await handler(request)
         request[_GRANT] = grant = guard.admit(_bearer(request))
         if not isinstance(needed, Access) or grant.access < needed:

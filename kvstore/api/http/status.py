@@ -1,0 +1,95 @@
+"""Health, readiness, metrics and stat."""
+
+import os
+import time
+
+from aiohttp import web
+
+from kvstore import __version__
+from kvstore.api.auth import Access
+from kvstore.api.http.admission import grant_of
+from kvstore.api.http.namespaces import described
+from kvstore.api.http.service import Service
+from kvstore.api.metrics import CONTENT_TYPE, render
+from kvstore.api.models import Health, Readiness, Stat, TierUsage
+from kvstore.api.operations import ALWAYS, Reply, Route, reply
+from kvstore.api.process import process_stat
+from kvstore.store import Store
+
+
+class StatusRoutes:
+    """How the daemon is."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """The routes of this module."""
+        return [
+            Route(
+                "GET", "/healthz", "health", "Whether the process lives", self._health,
+                (Reply(200, "it does", Health),), (500,), access=None,
+            ),
+            Route(
+                "GET", "/readyz", "readiness", "Whether the store is loaded, and where its data plane is", self._readiness,
+                (Reply(200, "it is", Readiness),), ALWAYS, access=None,
+            ),
+            Route(
+                "GET", "/metrics", "metrics", "Metrics for Prometheus", self._metrics,
+                (Reply(200, "Prometheus text", media="text/plain"),), ALWAYS, access=Access.ADMIN,
+            ),
+            Route(
+                "GET", "/v1/stat", "stat", "Tiers, totals and namespaces; without admin access those of the tenant", self._stat,
+                (Reply(200, "what it holds", Stat),), ALWAYS, access=Access.READ,
+            ),
+        ]  # fmt: skip
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return reply(Health(version=__version__))
+
+    async def _readiness(self, request: web.Request) -> web.Response:
+        return reply(Readiness(epoch=self._service.store.epoch, endpoints=self._service.endpoints))
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=render(self._service.store, self._service.data_plane), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _stat(self, request: web.Request) -> web.Response:
+        service, grant = self._service, grant_of(request)
+        store = service.store
+        common = {
+            "version": __version__,
+            "epoch": store.epoch,
+            "uptime_s": round(time.monotonic() - service.started, 3),
+            "endpoints": service.endpoints,
+            "tenant": grant.tenant,
+        }
+        found = self._of_all(store) if grant.access >= Access.ADMIN else self._of_tenant(store, grant.tenant)
+        return reply(Stat.model_validate(common | found))
+
+    def _of_all(self, store: Store) -> dict[str, object]:
+        return {
+            "pid": os.getpid(),
+            "tiers": {name: TierUsage(capacity=usage.capacity, used=usage.used) for name, usage in store.usage().items()},
+            "dram_segments": store.dram_segments,
+            "totals": store.stats,
+            "leases": len(store.leases),
+            "puts_open": store.puts_open,
+            "pending_pages": store.pending_pages,
+            "pinned_blobs": store.pinned_blobs,
+            "writeback_backlog_pages": store.backlog,
+            "sessions": len(self._service.data_plane.sessions),
+            "connections": self._service.data_plane.connection_count,
+            **process_stat(),
+            "namespaces": [described(space, space.settings.tenant) for space in store.all_spaces()],
+        }
+
+    def _of_tenant(self, store: Store, tenant: str) -> dict[str, object]:
+        sessions, connections = self._service.data_plane.sessions.of(tenant)
+        return {
+            "tiers": {name: TierUsage(capacity=usage.capacity, used=usage.used) for name, usage in store.usage_of(tenant).items()},
+            "leases": store.leases.of_tenant(tenant),
+            "puts_open": store.puts_open_of(tenant),
+            "sessions": sessions,
+            "connections": connections,
+            "namespaces": [described(space) for space in store.namespaces(tenant)],
+        }

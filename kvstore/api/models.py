@@ -1,0 +1,284 @@
+"""The bodies of the control plane, both ways: handlers read requests with them and build replies from them, and
+`openapi.py` turns them into the document, so that it says what the daemon does.
+
+Requests are strict: no unknown fields, no text where a number belongs. Sizes are in bytes, times in seconds.
+"""
+
+import base64
+import binascii
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, RootModel, Tag
+
+from kvstore.errors import BadRequest
+from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
+from kvstore.store.stats import Stats
+from kvstore.store.verify import CheckReport
+from kvstore.tiers.dram import SegmentUsage
+
+NAME_PATTERN = r"^[A-Za-z0-9._:@-]{1,200}$"
+BLOB_PATTERN = r"^[0-9a-f]{32}$"
+_BASE64_PATTERN = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_U16 = (1 << 16) - 1
+_HASH_BYTES: list[JsonValue] = [0, 16, 20, 24, 28, 32]
+_TEN_YEARS = 10 * 365 * 86_400
+
+
+def _whole(value: object) -> object:
+    """JSON has one kind of number: 64.0 is as whole as 64, though `strict` alone would refuse it."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and any(isinstance(item, float) for item in value):
+        return [_whole(item) for item in value]
+    return value
+
+
+_WHOLE = BeforeValidator(_whole)
+BlobId = Annotated[str, Field(pattern=BLOB_PATTERN)]
+
+
+class RequestModel(BaseModel):
+    """Base of what clients send."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ReplyModel(BaseModel):
+    """Base of what the daemon sends. Fields can be added; those here stay."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+# --- namespaces ------------------------------------------------------------------------------------------------------------
+
+
+class ComponentBody(RequestModel):
+    """One kind of state in a model."""
+
+    kind: ComponentKind
+    layers: Annotated[int, Field(ge=1, le=_U16), _WHOLE]
+    kv_heads: Annotated[int, Field(ge=1, le=_U16), _WHOLE]
+    head_dim: Annotated[int, Field(ge=1, le=_U16), _WHOLE]
+    dtype: Annotated[str, Field(json_schema_extra={"enum": list(DTYPE_BYTES)})] = "bf16"
+    planes: Annotated[int, Field(ge=1, le=_U16, description="2 for keys and values, 1 for a compressed latent"), _WHOLE] = 2
+    window: Annotated[int, Field(ge=0, description="tokens, the current one included; for `window` components, and only there"), _WHOLE] = 0
+
+
+class SpecBody(RequestModel):
+    """A KV spec."""
+
+    page_tokens: Annotated[int, Field(ge=1, le=MAX_PAGE_TOKENS), _WHOLE]
+    components: Annotated[list[ComponentBody], Field(min_length=1, max_length=16)]
+    axis_order: Annotated[str, Field(json_schema_extra={"enum": [AXIS_ORDER]})] = AXIS_ORDER
+    max_slice_bytes: Annotated[int, Field(ge=4096, le=MAX_SLICE_BYTES), _WHOLE] = MAX_SLICE_BYTES
+    group_layers: Annotated[int, Field(ge=0, le=_U16, description="most layers in one slice; 0 for as many as fit"), _WHOLE] = 0
+    hash_bytes: Annotated[
+        int,
+        Field(
+            json_schema_extra={"enum": _HASH_BYTES},
+            description="pages are labelled with digests of so many bytes, or token ids",
+        ),
+        _WHOLE,
+    ] = 0
+    flat: Annotated[bool, Field(description="those digests form no chains: every page stands alone")] = False
+
+
+class NamespaceBody(RequestModel):
+    """Body of POST /v1/namespaces."""
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    fingerprint: Annotated[str, Field(min_length=1, max_length=200, description="model fingerprint: names weights, never only a model")]
+    spec: SpecBody
+    recipes: Annotated[bool, Field(description="allow token ids on disk")] = False
+    retention_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="durable pages are kept at least so long"), _WHOLE] = 86_400
+
+
+class Namespace(ReplyModel):
+    """A namespace and what it holds."""
+
+    id: str
+    name: str
+    fingerprint: str
+    spec: dict[str, Any]
+    recipes: bool
+    retention_s: int
+    pages: int
+    blobs: int
+    dram_bytes: int
+    tenant: Annotated[str | None, Field(description="to those who see several tenants'")] = None
+
+
+class NamespaceDetail(Namespace):
+    """A namespace, with what it costs."""
+
+    memory_bytes: Annotated[dict[str, int], Field(description="memory of its tree by kind, the bytes of pages not counted")]
+
+
+class NamespaceList(ReplyModel):
+    """A tenant's namespaces."""
+
+    items: list[Namespace]
+
+
+# --- match -----------------------------------------------------------------------------------------------------------------
+
+
+class MatchByNumbers(RequestModel):
+    """Tokens as numbers."""
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], _WHOLE]
+    parts: Annotated[bool, Field(description="list the parts too")] = False
+
+    def token_bytes(self) -> bytes:
+        """The tokens as the tree takes them."""
+        return np.array(self.tokens, "<u4").tobytes()
+
+
+class MatchByBytes(RequestModel):
+    """Tokens as uint32, little-endian, in base64; where pages are labelled with digests, the digests."""
+
+    tokens_base64: Annotated[str, Field(pattern=_BASE64_PATTERN, json_schema_extra={"contentEncoding": "base64"})]
+    parts: Annotated[bool, Field(description="list the parts too")] = False
+
+    def token_bytes(self) -> bytes:
+        """The tokens as the tree takes them. Raises BadRequest."""
+        try:
+            return base64.b64decode(self.tokens_base64, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise BadRequest(f"tokens_base64 is not base64: {error}") from error
+
+
+def _which(body: object) -> str | None:
+    given = [name for name in ("tokens", "tokens_base64") if isinstance(body, dict) and name in body]
+    return given[0] if len(given) == 1 else None
+
+
+class MatchBody(
+    RootModel[
+        Annotated[
+            Annotated[MatchByNumbers, Tag("tokens")] | Annotated[MatchByBytes, Tag("tokens_base64")],
+            Discriminator(_which, custom_error_type="tokens", custom_error_message="give either tokens or tokens_base64"),
+        ]
+    ]
+):
+    """Body of POST /v1/namespaces/{namespace}/match."""
+
+
+class PartRun(ReplyModel):
+    """Consecutive pages whose parts have one geometry."""
+
+    first_page: int
+    pages: int
+    parts: Annotated[
+        list[tuple[int, int, int, int, int]], Field(description="component, layer_lo, layer_hi, head_lo, head_hi; ranges are half-open")
+    ]
+
+
+class Match(ReplyModel):
+    """The longest prefix that is in the store. `runs` and `blobs` only if parts were asked for."""
+
+    pages: int
+    tokens: int
+    known_pages: Annotated[int, Field(description="how far the pages go; `pages` is the longest usable boundary among them")]
+    dram_pages: int
+    epoch: int
+    endpoints: list[str]
+    runs: list[PartRun] | None = None
+    blobs: Annotated[list[BlobId] | None, Field(description="a blob id for each part of each page, in order")] = None
+
+
+# --- health ----------------------------------------------------------------------------------------------------------------
+
+
+class Health(ReplyModel):
+    """The process lives."""
+
+    status: Literal["ok"] = "ok"
+    version: str
+
+
+class Readiness(ReplyModel):
+    """The store is loaded, and this is where."""
+
+    status: Literal["ready"] = "ready"
+    epoch: Annotated[int, Field(description="changes with every start of the daemon")]
+    endpoints: Annotated[list[str], Field(description="the data plane's addresses")]
+
+
+class TierUsage(ReplyModel):
+    """Bytes of a tier."""
+
+    capacity: int
+    used: int
+
+
+class Stat(ReplyModel):
+    """What the daemon holds and has done; without admin access, only what is the tenant's own."""
+
+    version: str
+    epoch: int
+    uptime_s: float
+    endpoints: list[str]
+    tenant: Annotated[str, Field(description="whose token it is")]
+    tiers: dict[str, TierUsage]
+    leases: int
+    puts_open: int
+    sessions: int
+    connections: int
+    namespaces: list[Namespace]
+    pid: int | None = None
+    dram_segments: SegmentUsage | None = None
+    totals: Annotated[Stats | None, Field(description="counters since start")] = None
+    pending_pages: Annotated[int | None, Field(description="pages of which other shards are still to come")] = None
+    pinned_blobs: int | None = None
+    writeback_backlog_pages: int | None = None
+    tasks: Annotated[int | None, Field(description="live tasks of the daemon's loop")] = None
+    descriptors: int | None = None
+    rss_bytes: Annotated[int | None, Field(description="resident memory, DRAM segments included")] = None
+
+
+# --- check -----------------------------------------------------------------------------------------------------------------
+
+
+class CheckProgressLine(ReplyModel):
+    """How far a check is, in bytes of stored blobs."""
+
+    event: Literal["progress"] = "progress"
+    namespace: str
+    done_bytes: int
+    total_bytes: int
+
+
+class CheckResultLine(ReplyModel):
+    """What a check found. It is the last line."""
+
+    event: Literal["result"] = "result"
+    report: CheckReport
+
+
+class CheckProblemLine(ReplyModel):
+    """The check ended early. It is the last line."""
+
+    event: Literal["problem"] = "problem"
+    code: str
+    detail: str
+
+
+class CheckLine(RootModel[Annotated[CheckProgressLine | CheckResultLine | CheckProblemLine, Field(discriminator="event")]]):
+    """One line of the answer to POST /v1/check."""
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------------
+
+
+class Problem(ReplyModel):
+    """An error (RFC 9457). `code` is stable, and the same as on the data plane."""
+
+    type: str
+    title: str
+    status: int
+    detail: Annotated[str, Field(description="what was wrong, where, and what to do")]
+    code: str
+    request_id: str
+    retry_after_ms: int | None = None

@@ -1,0 +1,171 @@
+"""`kvstore check`: is the store what it should be?"""
+
+import http.client
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from kvstore.cli.common import (
+    DEFAULT_HTTP,
+    JsonOption,
+    exits_with,
+    http_json,
+    http_open,
+    http_problem,
+    print_json,
+    size_text,
+    unreachable,
+)
+from kvstore.config import default_data_dir
+from kvstore.errors import BadRequest, DataDirError, KVStoreError, error_from_code
+from kvstore.sizes import parse_size
+
+Tell = Callable[[str, int, int], None]
+_LINE_S = 5.0
+_SHOWN = 20
+
+
+@exits_with(error=2)
+def check(
+    data_dir: Annotated[
+        Path | None, typer.Option(envvar="KVSTORE_DATA_DIR", help="The store to check [default: ~/.local/share/kvstore].")
+    ] = None,
+    http: Annotated[
+        str | None, typer.Option("--http", envvar="KVSTORE_HTTP", help=f"Check a running daemon's store [default: {DEFAULT_HTTP}].")
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Of a running daemon: bytes a second to read at most, for example 200MiB.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Verify trees, journal and every blob of a stopped or running store. Changes nothing.
+
+    A data directory that a daemon has open is checked by that daemon, while it serves. Exit code 0: clean; 1: damage was
+    found; 2: the check could not run.
+    """
+    with _progress(quiet=as_json) as tell:
+        report = _check(data_dir, http, _rate(rate), tell)
+    if as_json:
+        print_json(report)
+    else:
+        _show(report)
+    raise typer.Exit(0 if report["clean"] else 1)
+
+
+def _rate(text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise BadRequest(f"--rate: {error}") from error
+
+
+def _check(data_dir: Path | None, http: str | None, rate: int | None, tell: Tell) -> dict[str, Any]:
+    if data_dir is None and http is not None:
+        return _running(http, rate, tell)
+    path = data_dir or default_data_dir()
+    from kvstore.store.check_stopped import check_stopped  # the other commands start faster without the daemon's imports
+    from kvstore.store.datadir import DataDirInUse
+
+    try:
+        report = check_stopped(path, lambda p: tell(p.namespace, p.done_bytes, p.total_bytes))
+    except DataDirInUse as error:
+        return _locked(error, http or DEFAULT_HTTP, rate, tell)
+    return asdict(report)
+
+
+def _locked(error: KVStoreError, http: str, rate: int | None, tell: Tell) -> dict[str, Any]:
+    """Somebody has the directory: it should be the daemon at `http`."""
+    try:
+        pid = http_json(http, "/v1/stat").get("pid")
+    except KVStoreError as refused:
+        raise DataDirError(f"{error.message}; and {refused.message}") from None
+    holder = re.search(r"\(pid (\d+)\)", error.message)
+    if holder is not None and pid is not None and int(holder[1]) != pid:
+        raise DataDirError(f"{error.message}; the daemon at {http} is another one (pid {pid}): give the right one with --http alone")
+    return _running(http, rate, tell)
+
+
+def _running(base: str, rate: int | None, tell: Tell) -> dict[str, Any]:
+    """Have a daemon check its own store, and follow it."""
+    query = "" if rate is None else f"?bytes_per_s={rate}"
+    try:
+        with http_open(base, f"/v1/check{query}", method="POST", timeout=60) as response:
+            for raw in response:
+                line = json.loads(raw)
+                if line["event"] == "progress":
+                    tell(line["namespace"], line["done_bytes"], line["total_bytes"])
+                elif line["event"] == "result":
+                    found: dict[str, Any] = line["report"]
+                    return found
+                else:
+                    raise error_from_code(line["code"], line["detail"])
+    except urllib.error.HTTPError as error:
+        raise http_problem(error) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise unreachable(base, error) from None
+    raise KVStoreError("the daemon's answer ended before the result: it was stopped; check again")
+
+
+# --- telling of progress -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Tell]:
+    """A bar on a terminal, else a line now and then; on standard error, as results go to standard output."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
+            TransferSpeedColumn(), TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("opening", total=None)
+            yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+        return
+    last = time.monotonic()
+
+    def line(name: str, done: int, total: int) -> None:
+        nonlocal last
+        if not quiet and time.monotonic() - last >= _LINE_S:
+            last = time.monotonic()
+            typer.echo(f"{name}: {size_text(done)} of {size_text(total)} checked", err=True)
+
+    yield line
+
+
+def _show(report: dict[str, Any]) -> None:
+    spaces = {space["id"]: space for space in report["namespaces"]}
+    pages, lost = (sum(space[key] for space in spaces.values()) for key in ("pages", "lost_pages"))
+    typer.echo(
+        f"checked {len(spaces)} namespaces: {pages:,} pages, {report['checked_blobs']:,} blobs, "
+        f"{size_text(report['checked_bytes'])} in {report['seconds']:.1f} s"
+    )
+    for note in report["notes"]:
+        typer.echo(f"note: {note}")
+    if report["clean"]:
+        typer.echo("clean: everything verifies")
+        return
+    typer.echo(f"DAMAGE: {len(report['damage']) + report['more_damage']} findings, {lost:,} pages can't be served any more")
+    for damage in report["damage"][:_SHOWN]:
+        where = f"{spaces[damage['namespace']]['name']}: " if damage["namespace"] in spaces else ""
+        typer.echo(f"  {where}{damage['what']}")
+    if (rest := len(report["damage"]) + report["more_damage"] - _SHOWN) > 0:
+        typer.echo(f"  and {rest} more (--json lists up to {len(report['damage'])})")
+    for space in spaces.values():
+        if space["lost_pages"]:
+            keys = ", ".join(key[:16] for key in space["lost_keys"][:4])
+            typer.echo(f"  {space['name']} ({space['id']}) loses {space['lost_pages']:,} pages, these and what is below them: {keys}…")
+    typer.echo(
+        "Nothing has to be repaired: the daemon never serves bytes that do not verify. It drops what is damaged by itself, at its next "
+        "start or when it next reads it; clients then get a miss and put the pages again. Look for the cause: disk, memory, or a copy "
+        "made of a running store."
+    )

@@ -1,0 +1,311 @@
+"""The checks: pure functions from facts to a finding, or None where the facts are not known."""
+
+from collections.abc import Callable
+
+from kvstore.doctor.facts import Facts
+from kvstore.doctor.findings import Finding, Verdict
+from kvstore.machine import tight, too_much
+
+Check = Callable[[Facts], Finding | None]
+
+_NETWORK = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "9p",
+    "ceph",
+    "glusterfs",
+    "lustre",
+    "afs",
+    "fuse.sshfs",
+    "fuse.s3fs",
+    "fuse.glusterfs",
+    "virtiofs",
+}
+_LOCAL = {"ext4", "ext3", "ext2", "xfs", "f2fs", "zfs", "btrfs", "bcachefs"}
+_COPYING = {"btrfs", "zfs", "bcachefs"}
+_SLOW_CLOCKS = {"hpet", "acpi_pm", "jiffies", "pit", "refined-jiffies"}
+_MAPS_OF_NAMESPACE = 4
+_SPARE_DESCRIPTORS = 256
+_SPARE_MAPS = 1000
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+def _size(count: float) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def _judge(value: float, warn_below: float, bad_below: float) -> Verdict:
+    return "bad" if value < bad_below else "warn" if value < warn_below else "ok"
+
+
+def _segments(facts: Facts) -> int:
+    return -(-facts.setup.dram // facts.setup.segment)
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------------
+
+
+def descriptors(facts: Facts) -> Finding:
+    """Every connection and every segment is one."""
+    needed = 2 * facts.setup.max_connections + _segments(facts) + _SPARE_DESCRIPTORS
+    have = facts.descriptors
+    enough = have is None or have >= needed
+    return Finding(
+        "descriptors", "ok" if enough else "bad", f"{'no limit' if have is None else have}, {needed} may be needed",
+        "every connection, HTTP client and DRAM segment is a descriptor; without one a client is refused or a segment can't be made",
+        "" if enough else f"LimitNOFILE={needed} in the unit, or: ulimit -Hn {needed}; or a lower max_connections, or larger segments",
+    )  # fmt: skip
+
+
+def locked_memory(facts: Facts) -> Finding:
+    """Kvstore itself locks nothing; workers that register its segments do."""
+    have, dram = facts.locked_memory, facts.setup.dram
+    enough = have is None or have >= dram
+    return Finding(
+        "locked memory", "ok" if enough else "warn", "no limit" if have is None else _size(have),
+        "kvstore locks no memory, but workers that register shared segments with a device or a network card (RDMA, pinned host memory) "
+        "need a limit as large as the DRAM tier",
+        "" if enough else "for such workers: LimitMEMLOCK=infinity in their unit, or: ulimit -l unlimited",
+    )  # fmt: skip
+
+
+def address_space(facts: Facts) -> Finding:
+    """Columns reserve far more than they use."""
+    have = facts.address_space
+    return Finding(
+        "address space", "ok" if have is None else "bad", "no limit" if have is None else _size(have),
+        "columns reserve address space for max_pages at once and LMDB maps whole files: a limit makes that fail",
+        "" if have is None else "ulimit -Hv unlimited (LimitAS=infinity in the unit)",
+    )  # fmt: skip
+
+
+def core_dumps(facts: Facts) -> Finding:
+    """A core has everybody's prompts in it."""
+    off = facts.core_size == 0
+    return Finding(
+        "core dumps", "ok" if off else "warn", "off" if off else "no limit" if facts.core_size is None else _size(facts.core_size),
+        f"a core of the daemon would hold the DRAM tier ({_size(facts.setup.dram)}): the state of everybody's conversations, on disk",
+        "" if off else "LimitCORE=0 in the unit, or: ulimit -Hc 0",
+    )  # fmt: skip
+
+
+def maps(facts: Facts) -> Finding | None:
+    """Segments and columns are mappings."""
+    if facts.max_maps is None:
+        return None
+    needed = _segments(facts) + facts.setup.namespaces * _MAPS_OF_NAMESPACE + _SPARE_MAPS
+    enough = facts.max_maps >= needed
+    return Finding(
+        "vm.max_map_count", "ok" if enough else "bad", f"{facts.max_maps}, {needed} may be needed",
+        "each DRAM segment is a mapping, and a namespace takes a few; without one a segment can't be made",
+        "" if enough else f"sysctl -w vm.max_map_count={2 * needed} (and in /etc/sysctl.d), or larger segments",
+    )  # fmt: skip
+
+
+def overcommit(facts: Facts) -> Finding | None:
+    """Strict accounting refuses reservations."""
+    if facts.overcommit is None:
+        return None
+    strict = facts.overcommit == 2
+    return Finding(
+        "vm.overcommit_memory", "bad" if strict else "ok", str(facts.overcommit),
+        "columns reserve address space for max_pages that is never all used; strict accounting (2) counts it as if it were",
+        "sysctl -w vm.overcommit_memory=0 (and in /etc/sysctl.d)" if strict else "",
+    )  # fmt: skip
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------------
+
+
+def memory(facts: Facts) -> Finding:
+    """The DRAM tier has to fit."""
+    dram, have = facts.setup.dram, facts.memory
+    refused = too_much(dram, have)
+    warned = None if facts.daemon_running else tight(dram, have)
+    whose = "the control group's limit" if have.grouped else "the machine's"
+    return Finding(
+        "memory", "bad" if refused else "warn" if warned else "ok",
+        f"DRAM tier {_size(dram)}; {_size(have.available)} of {_size(have.limit)} available ({whose})",
+        "memory is taken as segments are filled: what is not there then becomes no_space, or the kernel ends a process",
+        "a smaller --dram, or a higher limit (MemoryMax= in the unit, the container's memory limit)" if refused or warned else "",
+    )  # fmt: skip
+
+
+def swap(facts: Facts) -> Finding:
+    """A swapped tier is a slow disk."""
+    has = facts.memory.swap > 0
+    return Finding(
+        "swap", "warn" if has else "ok", _size(facts.memory.swap) if has else "none",
+        "swapped pages of the DRAM tier come back at disk speed in the middle of a fetch, and are written to disk unencrypted",
+        "MemorySwapMax=0 in the unit, or: swapoff -a; at least: sysctl -w vm.swappiness=1" if has else "",
+    )  # fmt: skip
+
+
+def shmem_huge_pages(facts: Facts) -> Finding | None:
+    """Segments ask for huge pages."""
+    if facts.shmem_huge is None:
+        return None
+    off = facts.shmem_huge in ("never", "deny")
+    return Finding(
+        "huge pages for segments", "warn" if off else "ok", facts.shmem_huge,
+        "segments ask for huge pages (madvise); with small ones they are made more slowly and copies cost more address translation",
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" if off else "",
+    )  # fmt: skip
+
+
+def anonymous_huge_pages(facts: Facts) -> Finding | None:
+    """Columns are touched here and there."""
+    if facts.anonymous_huge is None:
+        return None
+    always = facts.anonymous_huge == "always"
+    return Finding(
+        "huge pages elsewhere", "warn" if always else "ok", facts.anonymous_huge,
+        "a namespace's columns are touched here and there: with `always` each first touch takes and clears 2 MiB",
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if always else "",
+    )  # fmt: skip
+
+
+# --- disk ------------------------------------------------------------------------------------------------------------------
+
+
+def filesystem(facts: Facts) -> Finding:
+    """LMDB wants a local disk."""
+    kind = facts.filesystem
+    verdict: Verdict = "ok"
+    why = "LMDB maps its files and trusts the sync: that holds on local file systems"
+    if kind in _NETWORK or kind.startswith("fuse"):
+        verdict, why = "bad", "LMDB must not lie on a network or user-space file system: its locks and maps are not kept coherent there"
+    elif kind in ("overlay", "aufs", "overlayfs"):
+        verdict, why = "bad", "an overlay is a container's own layer: slow to write, and gone with the container"
+    elif kind in ("tmpfs", "ramfs"):
+        verdict, why = "bad", "it is memory: nothing durable survives a restart of the machine, and it takes memory beside the DRAM tier"
+    elif kind in _COPYING:
+        verdict, why = "warn", "it copies on write: LMDB's random writes fragment the file"
+    elif kind not in _LOCAL:
+        verdict, why = "warn", "it is not known to be a local file system on which LMDB was tried"
+    return Finding(
+        "file system", verdict, f"{kind} at {facts.mount}", why,
+        "" if verdict == "ok" else "give a --data-dir on ext4 or xfs on a local disk (in a container: a volume of one)",
+    )  # fmt: skip
+
+
+def disk_space(facts: Facts) -> Finding:
+    """The blob file grows to the tier's size and a little more."""
+    wanted = facts.setup.ssd + facts.setup.ssd // 10 + 256 * _MIB
+    have = facts.disk_free + facts.store_bytes
+    verdict: Verdict = "ok" if have >= wanted else "warn" if have >= facts.setup.ssd else "bad"
+    return Finding(
+        "disk space", verdict,
+        f"SSD tier {_size(facts.setup.ssd)}; {_size(facts.disk_free)} free, {_size(facts.store_bytes)} taken by the store",
+        "the file may be a tenth and 256 MiB larger than the tier, with the journal on top; a full disk stops demotion and durable puts",
+        "" if verdict == "ok" else "a smaller --ssd, or a larger disk",
+    )  # fmt: skip
+
+
+def disk_writes(facts: Facts) -> Finding | None:
+    """Demotion is sequential writing."""
+    if facts.disk is None:
+        return None
+    verdict = _judge(facts.disk.write, 200 * _MIB, 50 * _MIB)
+    return Finding(
+        "disk writes", verdict, f"{_size(facts.disk.write)}/s with the sync, over {_size(facts.disk.file_bytes)}",
+        "demotion and durable puts go at most this fast; beyond it, puts wait and get busy",
+        "" if verdict == "ok" else "a faster disk (local NVMe); on a cloud volume, more throughput; see that nothing else writes to it",
+    )  # fmt: skip
+
+
+def disk_sync(facts: Facts) -> Finding | None:
+    """A durable put waits for two syncs or three."""
+    if facts.disk is None:
+        return None
+    milliseconds = 1000 * facts.disk.sync_s
+    verdict: Verdict = "ok" if milliseconds <= 20 else "warn" if milliseconds <= 100 else "bad"
+    return Finding(
+        "disk sync", verdict, f"{milliseconds:.1f} ms", "a durable put waits for two or three of these",
+        "" if verdict == "ok" else "a disk with power-loss protection; not a spinning or a network disk",
+    )  # fmt: skip
+
+
+def disk_reads(facts: Facts) -> Finding | None:
+    """Promotion reads extents at random."""
+    if facts.disk is None:
+        return None
+    verdict = _judge(facts.disk.read, 300 * _MIB, 50 * _MIB)
+    how = "around the page cache" if facts.disk.direct else "NOT around the page cache, which this file system does not offer: may flatter"
+    return Finding(
+        "disk reads", verdict, f"{_size(facts.disk.read)}/s at random, 68 KiB each, {how}",
+        "what is not in DRAM is fetched at most this fast, and competes with computing it again",
+        "" if verdict == "ok" else "a faster disk (local NVMe), or a larger --dram",
+    )  # fmt: skip
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------------
+
+
+def loopback(facts: Facts) -> Finding | None:
+    """The physical limit of workers on this host."""
+    if facts.loopback is None:
+        return None
+    verdict = _judge(facts.loopback, _GIB, 256 * _MIB)
+    return Finding(
+        "loopback", verdict, f"{_size(facts.loopback)}/s over one connection",
+        "no worker on this machine fetches faster than this over TCP",
+        "" if verdict == "ok" else "see that the CPUs are idle and not throttled, and that no firewall rule or proxy handles loopback",
+    )  # fmt: skip
+
+
+def cpus(facts: Facts) -> Finding:
+    """One for the loop, one for disk and digests."""
+    usable = facts.cpus if facts.cpu_quota is None else min(float(facts.cpus), facts.cpu_quota)
+    return Finding(
+        "CPUs", "ok" if usable >= 2 else "warn", f"{usable:g}",
+        "the loop takes one at full rate; disk, digests and the workers themselves need others",
+        "" if usable >= 2 else "allow at least two (CPUQuota=, the container's cpu limit, taskset)",
+    )  # fmt: skip
+
+
+def load(facts: Facts) -> Finding:
+    """What is measured on a busy machine says little."""
+    busy = facts.load > facts.cpus + 1
+    return Finding(
+        "load", "warn" if busy else "ok", f"{facts.load:.1f} on {facts.cpus} CPUs",
+        "others want the CPUs: what is measured here is less than the machine can do, and so is what a daemon would do",
+        "look again when it is quiet" if busy else "",
+    )  # fmt: skip
+
+
+def clock(facts: Facts) -> Finding | None:
+    """The loop reads the clock all the time."""
+    if facts.clock is None:
+        return None
+    slow = facts.clock in _SLOW_CLOCKS
+    return Finding(
+        "clock source", "warn" if slow else "ok", facts.clock, "the loop reads the clock at every turn: with this one each is a slow call",
+        "boot with clocksource=tsc (tsc=reliable) if the machine's is stable" if slow else "",
+    )  # fmt: skip
+
+
+def kernel(facts: Facts) -> Finding:
+    """Memory is populated in one call."""
+    old = facts.kernel < (5, 14)
+    return Finding(
+        "kernel", "warn" if old else "ok", ".".join(str(n) for n in facts.kernel),
+        "from 5.14 on a segment's memory is taken in one call (MADV_POPULATE_WRITE)", "a newer kernel" if old else "",
+    )  # fmt: skip
+
+
+def python(facts: Facts) -> Finding:
+    """Debug modes cost a multiple."""
+    return Finding(
+        "Python", "warn" if facts.debug else "ok", facts.python + (", debug mode" if facts.debug else ""),
+        "debug modes of Python and asyncio slow every transfer",
+        "unset PYTHONDEVMODE and PYTHONASYNCIODEBUG; not a debug build" if facts.debug else "",
+    )  # fmt: skip
+
+
+CHECKS: tuple[Check, ...] = (
+    descriptors, maps, address_space, overcommit, locked_memory, core_dumps, memory, swap, shmem_huge_pages, anonymous_huge_pages,
+    filesystem, disk_space, disk_writes, disk_sync, disk_reads, loopback, cpus, load, clock, kernel, python,
+)  # fmt: skip

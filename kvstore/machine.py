@@ -1,0 +1,89 @@
+"""What the machine gives this process: memory, physical and as control groups limit it. Sizes in bytes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 1 << 60
+"""A limit beyond this is none: version 1 of control groups writes a huge number."""
+WARN_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """`limit` is the smaller of the physical memory and the control group's; `grouped` says that it is the group's."""
+
+    limit: int
+    available: int
+    swap: int
+    grouped: bool
+
+
+def read_memory(root: Path = Path("/")) -> Memory:
+    """The memory of this machine, or of the one whose /proc and /sys are under `root`."""
+    info = {}
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        info[name] = int(value.split()[0]) << 10
+    limit, available = info["MemTotal"], info.get("MemAvailable", info["MemFree"])
+    grouped = False
+    for group_limit, used in _groups(root):
+        if group_limit < limit:
+            limit, grouped = group_limit, True
+        available = min(available, max(0, group_limit - used))
+    return Memory(limit, available, info.get("SwapTotal", 0), grouped)
+
+
+def _groups(root: Path) -> list[tuple[int, int]]:
+    """(limit, what is used and can't be dropped) of this process's control group and of those around it."""
+    found = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        inside = top / path.strip("/")
+        while True:
+            if (group := _group(inside, *names)) is not None:
+                found.append(group)
+            if inside == top or top not in inside.parents:
+                break
+            inside = inside.parent
+    return found
+
+
+def _group(folder: Path, limit_name: str, used_name: str, reclaimable: str) -> tuple[int, int] | None:
+    try:
+        text = (folder / limit_name).read_text().strip()
+        limit = _UNLIMITED if text == "max" else int(text)
+        if limit >= _UNLIMITED:
+            return None
+        used = int((folder / used_name).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return limit, used - int(stat.get(reclaimable, 0))
+
+
+def too_much(dram: int, memory: Memory) -> str | None:
+    """Why a DRAM tier of this size can't be, or None."""
+    if dram <= memory.limit:
+        return None
+    whose = "its control group allows" if memory.grouped else "the machine has"
+    return f"dram is {dram} bytes, more than the {memory.limit} that {whose}: give a smaller --dram"
+
+
+def tight(dram: int, memory: Memory) -> str | None:
+    """Why a DRAM tier of this size may end badly, or None."""
+    if dram <= WARN_SHARE * memory.available:
+        return None
+    return (
+        f"the DRAM tier of {dram} bytes is more than {WARN_SHARE:.0%} of the {memory.available} that are available: "
+        "puts may get no_space, or the kernel may end a process; give a smaller --dram"
+    )

@@ -1,0 +1,120 @@
+"""`kvstore check` as a user runs it: on a stopped store, and on one that a daemon serves."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvstore_client import Client, NotFound
+from kvstore_client.blocking import Namespace
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import content, context, fetch_checked, open_namespace
+from tests.integration.raw import stat
+from tests.integration.test_http import ask
+from tests.store.test_verify import edit
+
+SIZES = ("--dram", "32MiB", "--ssd", "64MiB")
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "kvstore", "check", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def fill(daemon: DaemonProcess, seeds: range = range(0, 50, 10)) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        for seed in seeds:
+            namespace.put(context(seed), content(context(seed)), durable=True)
+
+
+def test_a_stopped_store_before_and_after_damage(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, *SIZES) as daemon:
+        fill(daemon)
+    done = check("--data-dir", str(data_dir))
+    assert done.returncode == 0, done.stderr
+    assert "20 pages" in done.stdout
+    assert "clean" in done.stdout
+    edit(data_dir / "blobs", b"", "flip")
+    done = check("--data-dir", str(data_dir))
+    assert done.returncode == 1
+    assert "does not verify" in done.stdout
+    assert "by itself" in done.stdout
+    done = check("--data-dir", str(data_dir), "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    lost = report["namespaces"][0]["lost_pages"]
+    assert 0 < lost < 20
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        done = check("--http", daemon.http, "--json")
+        assert done.returncode == 1
+        assert json.loads(done.stdout)["namespaces"][0]["lost_pages"] == lost, "the running store is judged as the stopped one"
+        namespace = open_namespace(client)
+        assert sum(fetched(namespace, seed) for seed in range(0, 50, 10)) == 20 - lost
+        assert check("--http", daemon.http).returncode == 0, "the daemon has dropped what was damaged"
+
+
+def fetched(namespace: Namespace, seed: int) -> int:
+    while True:
+        try:
+            return fetch_checked(namespace, context(seed))
+        except NotFound:
+            continue
+
+
+def test_a_locked_store_is_checked_by_its_daemon(data_dir: Path, tmp_path: Path) -> None:
+    with DaemonProcess(data_dir, *SIZES) as daemon:
+        fill(daemon)
+        done = check("--data-dir", str(data_dir), "--http", daemon.http, "--rate", "100MiB", "--json")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert (report["clean"], report["namespaces"][0]["pages"]) == (True, 20)
+        assert report["checked_bytes"] > 2 * 20 * 16384 - 1, "both copies are read"
+        with DaemonProcess(tmp_path / "other", *SIZES) as other:
+            done = check("--data-dir", str(data_dir), "--http", other.http)
+            assert done.returncode == 2
+            assert "another one" in done.stderr
+
+
+def test_what_can_not_run_says_so(tmp_path: Path) -> None:
+    for arguments in (
+        ("--data-dir", str(tmp_path / "nowhere")),
+        ("--http", "http://127.0.0.1:1"),
+        ("--http", "http://127.0.0.1:1", "--rate", "x"),
+    ):
+        done = check(*arguments)
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (tmp_path / "nowhere").exists()
+
+
+def begin(daemon: DaemonProcess) -> socket.socket:
+    """A slow check, under way."""
+    where = urlsplit(daemon.http)
+    sock = socket.create_connection((where.hostname, where.port or 0), timeout=20)
+    sock.sendall(b"POST /v1/check?bytes_per_s=1048576 HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+    assert b"200 OK" in sock.recv(4096)
+    return sock
+
+
+def test_one_check_at_a_time_and_none_for_a_client_that_left(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, *SIZES) as daemon:
+        fill(daemon, range(0, 500, 10))
+        before = stat(daemon.http)["tiers"]["dram"]["used"]
+        with begin(daemon):
+            status, _, body = ask(f"{daemon.http}/v1/check", "POST", b"")
+            assert (status, json.loads(body)["code"]) == (409, "conflict")
+        deadline = time.monotonic() + 20
+        while ask(f"{daemon.http}/v1/check", "POST", b"")[0] == 409:
+            assert time.monotonic() < deadline, "a check goes on for a client that is gone"
+            time.sleep(0.05)
+        assert stat(daemon.http)["tiers"]["dram"]["used"] == before
+        with begin(daemon) as sock:
+            assert daemon.stop() == 0
+            rest = b""
+            while piece := sock.recv(65536):
+                rest += piece
+            assert b'"event":"problem"' in rest
+            assert b"stopping" in rest
