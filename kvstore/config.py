@@ -109,6 +109,7 @@ class Config(BaseModel):
             segment_bytes=self.segment,
             extent_bytes=self.extent,
             reader_threads=self.reader_threads,
+            serve_while_loading=True,
         )
 
 

@@ -49,7 +49,10 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
             try:
                 async with data_plane.listen(listeners):
                     control.ready = (store, data_plane)
-                    _log.info("ready: data plane on %s", ", ".join(endpoints))
+                    _log.info("data plane on %s", ", ".join(endpoints))
+                    await _first_of(store.loaded, stop, store.died)
+                    if store.loaded.is_set():
+                        _log.info("ready")
                     await _first_of(stop, store.died)
                     control.ready = None
                     _log.info("stopping: flushing what is only in DRAM, for at most %.0f s", config.shutdown_timeout)

@@ -103,7 +103,10 @@ class ControlPlane:
 
     async def _readiness(self, request: web.Request) -> web.Response:
         store = self._store
-        return web.json_response({"status": "ready", "epoch": store.epoch, "endpoints": self.endpoints})
+        state: dict[str, object] = {"status": "ready", "epoch": store.epoch, "endpoints": self.endpoints}
+        if store.loading is not None:
+            state |= {"status": "loading", "loading": dataclasses.asdict(store.loading)}
+        return web.json_response(state)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         store = self._store
@@ -121,6 +124,7 @@ class ControlPlane:
                 "endpoints": self.endpoints,
                 "tiers": {name: dataclasses.asdict(usage) for name, usage in store.usage().items()},
                 "totals": dataclasses.asdict(store.stats),
+                "loading": dataclasses.asdict(store.loading) if store.loading is not None else None,
                 "leases": len(store.leases),
                 "puts_open": store.puts_open,
                 "writeback_backlog_pages": store.backlog,

@@ -39,6 +39,7 @@ class StoreCollector(Collector):
             blobs.add_metric([space.id], space.blobs.count)
         yield from (pages, blobs)
         for name, text, value in (
+            ("loading_pages", "Pages still to come back from the journal, about", _still_loading(self._store)),
             ("leases", "Leases held by clients", len(self._store.leases)),
             ("puts_open", "Puts under way", self._store.puts_open),
             ("writeback_backlog_pages", "Pages waiting to be written to SSD", self._store.backlog),
@@ -46,6 +47,10 @@ class StoreCollector(Collector):
             ("connections", "Data-plane connections", self._data_plane.connection_count),
         ):
             yield GaugeMetricFamily(f"kvstore_{name}", text, value=value)
+
+
+def _still_loading(store: Store) -> int:
+    return max(store.loading.of_about - store.loading.pages, 1) if store.loading is not None else 0
 
 
 def render(store: Store, data_plane: DataPlane) -> bytes:

@@ -289,7 +289,7 @@ class Residency:
     def make_ssd_room(self, wanted: int, now: float) -> int:
         """Give up the coldest unprotected pages on SSD. Returns the bytes that the next commit will free."""
         freed = 0
-        spaces = sorted(self._spaces(), key=lambda s: s.blobs.count, reverse=True)
+        spaces = sorted((s for s in self._spaces() if not s.loading), key=lambda s: s.blobs.count, reverse=True)
         for space in spaces:
             if freed >= wanted:
                 break

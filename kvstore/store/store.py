@@ -29,7 +29,7 @@ from kvstore.store.pending import Pending
 from kvstore.store.prefixes import Prefixes, rows_to_load
 from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
-from kvstore.store.recovery import Recovery
+from kvstore.store.recovery import LoadProgress, Recovery
 from kvstore.store.residency import Held, Residency
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.stats import Stats
@@ -42,6 +42,7 @@ from kvstore.tiers.watermarks import Watermarks
 _log = logging.getLogger("kvstore.store")
 
 _SWEEP_S = 0.5
+_SWEEP_BLOBS = 2048
 _SETTLE_POLL_S = 0.001
 
 
@@ -67,6 +68,8 @@ class StoreConfig:
     extent_bytes: int = DEFAULT_EXTENT_BYTES
     reader_threads: int = 4
     journal_bytes: int = 16 << 30
+    serve_while_loading: bool = False
+    """Open before all pages are back from the journal; `Store.loading` says how far it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class Store:
         self.epoch = time.time_ns()
         self.died = asyncio.Event()
         """Set when a background task has died of a bug: the daemon should then end, and be started anew."""
+        self.loaded = asyncio.Event()
+        """Set once all pages are back from the journal."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
         self._spaces: dict[str, Space] = {}
@@ -114,20 +119,29 @@ class Store:
         try:
             await loop.run_in_executor(self._writer, self._open_files)
             self._wire_up()
-            await self._load()
+            spaces, self._next_number = await self._recovery.find(self._new_space)
+            self._spaces.update((space.id, space) for space in spaces)
         except BaseException:
             self._dir.close()
             self._writer.shutdown(wait=False)
             self._readers.shutdown(wait=False)
             raise
         self._writeback_task = asyncio.create_task(self._writeback.run(), name="kvstore-writeback")
+        load = asyncio.create_task(self._load(), name="kvstore-load")
         self._tasks = [
+            load,
             asyncio.create_task(self._residency.run(), name="kvstore-mover"),
             asyncio.create_task(self._sweep_leases(), name="kvstore-leases"),
-            asyncio.create_task(self._sweep_orphans(), name="kvstore-sweep"),
+            asyncio.create_task(self._sweep_orphans(load), name="kvstore-sweep"),
         ]
         for task in (self._writeback_task, *self._tasks):
             task.add_done_callback(self._note_death)
+        if not self.config.serve_while_loading:
+            try:
+                await asyncio.shield(load)
+            except BaseException:
+                await self.__aexit__()
+                raise
         return self
 
     def _note_death(self, task: "asyncio.Task[None]") -> None:
@@ -166,16 +180,14 @@ class Store:
             self._blob_file.footprint,
             config.ssd_bytes,
         )
+        self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats)
 
         self._prefixes = Prefixes(self._residency, self._writeback, self.pins, self._use)
         self.following = Following(self._puts, config.put_idle_s)
 
     async def _load(self) -> None:
-        loop = asyncio.get_running_loop()
-        recovery = Recovery(self._dir.journal, self.config.journal_bytes, self._new_space, self.stats)
-        self._journal, spaces, self._next_number = await recovery.run(self._journal, self._writer, loop)
-        self._writeback.journal = self._journal
-        self._spaces.update((space.id, space) for space in spaces)
+        await self._recovery.run()
+        self.loaded.set()
 
     async def __aexit__(self, *_: object) -> None:
         self._puts.close()
@@ -224,8 +236,9 @@ class Store:
             self._puts.sweep(now)
             self.following.sweep(now)
 
-    async def _sweep_orphans(self) -> None:
+    async def _sweep_orphans(self, load: "asyncio.Task[None]") -> None:
         """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""
+        await asyncio.wait([load])
         try:
             await self._find_orphans()
         except lmdb.Error as error:
@@ -240,12 +253,21 @@ class Store:
                 async with self._writeback.lock:
                     await loop.run_in_executor(self._writer, self._blob_file.drop_namespace, number)
         for space in known.values():
-            found = await loop.run_in_executor(self._readers, self._blob_file.stored_blobs, space.number)
-            orphans = [(space.number, blob, n * self._blob_file.extent_bytes) for blob, n in found if space.blobs.find(blob) < 0]
-            self._trash.blobs += orphans
-            if orphans:
-                _log.info("namespace %s: sweeping %d blobs that no page names", space.id, len(orphans))
+            await self._find_orphans_of(space)
         self._writeback.poke()
+
+    async def _find_orphans_of(self, space: Space) -> None:
+        loop, after, swept = asyncio.get_running_loop(), b"", 0
+        while not (space.incomplete or space.dropped):
+            found = await loop.run_in_executor(self._readers, self._blob_file.stored_blobs, space.number, after, _SWEEP_BLOBS)
+            orphans = [(space.number, blob, n * self._blob_file.extent_bytes) for blob, n in found if space.blobs.find(blob) < 0]
+            self._trash.blobs += orphans if not space.dropped else []
+            swept += len(orphans)
+            if len(found) < _SWEEP_BLOBS:
+                break
+            after = found[-1][0]
+        if swept:
+            _log.info("namespace %s: sweeping %d blobs that no page names", space.id, swept)
 
     # --- namespaces ----------------------------------------------------------------------------------------------------
 
@@ -315,7 +337,7 @@ class Store:
                 kind.release(lease)
         self._puts.end_space(space)
         blobs = space.blobs
-        rows = np.unique(space.tree.parts_of(space.tree.live_slots()).blob)
+        rows = np.flatnonzero(blobs.pages[: blobs.slots.high])  # of pages still to be loaded, too
         blobs.pages[rows] = blobs.durable_pages[rows] = 0
         blobs.on_ssd[rows] = False
         for row in rows.tolist():
@@ -498,6 +520,11 @@ class Store:
     def usage(self) -> dict[str, Usage]:
         """Usage by tier."""
         return {"dram": self._arena.usage(), "ssd": self._blob_file.usage()}
+
+    @property
+    def loading(self) -> LoadProgress | None:
+        """How far loading is; None once everything is back."""
+        return self._recovery.progress
 
     async def settle(self) -> None:
         """Wait until nothing is being moved, written or deleted."""

@@ -113,12 +113,13 @@ class BlobFile:
                     raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
                 np.copyto(wanted, np.frombuffer(value, np.uint8, len(wanted)))
 
-    def stored_blobs(self, number: int) -> list[tuple[bytes, int]]:
-        """Every (blob id, extents) of a namespace as the file has it."""
-        prefix, found = number.to_bytes(4, "big"), []
+    def stored_blobs(self, number: int, after: bytes = b"", limit: int = 1 << 62) -> list[tuple[bytes, int]]:
+        """The next (blob id, extents) of a namespace as the file has them, in order of id, behind the id `after`."""
+        prefix = number.to_bytes(4, "big")
+        found: list[tuple[bytes, int]] = []
         with self._env.begin() as txn, txn.cursor() as cursor:
-            more = cursor.set_range(prefix)
-            while more and cursor.key()[:4] == prefix:
+            more = cursor.set_range(prefix + after + b"\xff\xff\xff" if after else prefix)
+            while more and len(found) < limit and cursor.key()[:4] == prefix:
                 blob, extents = cursor.key()[4:20], 0
                 while more and cursor.key()[:20] == prefix + blob:
                     extents += 1
