@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -63,6 +64,9 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
     finally:
         await runner.cleanup()
     _log.info("stopped")
+    if store.stuck:
+        logging.shutdown()
+        os._exit(1)  # a thread waits for a disk that does not answer; a normal end would wait for it
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -106,6 +106,8 @@ class ControlPlane:
         state: dict[str, object] = {"status": "ready", "epoch": store.epoch, "endpoints": self.endpoints}
         if store.loading is not None:
             state |= {"status": "loading", "loading": dataclasses.asdict(store.loading)}
+        if not store.ssd_state.ok:  # ready all the same: it serves from DRAM
+            state["ssd_state"] = store.ssd_state.as_dict()
         return web.json_response(state)
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -127,7 +129,10 @@ class ControlPlane:
                 "loading": dataclasses.asdict(store.loading) if store.loading is not None else None,
                 "leases": len(store.leases),
                 "puts_open": store.puts_open,
-                "writeback_backlog_pages": store.backlog,
+                "writeback_backlog_pages": len(store.backlog),
+                "writeback_backlog_bytes": store.backlog.nbytes,
+                "writeback_backlog_bytes_smoothed": round(store.backlog.smoothed_bytes),
+                "ssd_state": store.ssd_state.as_dict(),
                 "sessions": len(self.ready[1].sessions),
                 "connections": self.ready[1].connection_count,
                 "namespaces": [msgspec.to_builtins(namespace_info(s)) for s in store.namespaces(DEFAULT_TENANT)],

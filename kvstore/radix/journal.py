@@ -21,9 +21,9 @@ from xxhash import xxh3_128_digest
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
 from kvstore.kvspec import PartRange, canonical_json
-from kvstore.lmdb_files import mark_damaged, open_environment
+from kvstore.lmdb_files import STRUCTURAL, Gate, mark_damaged, open_environment
 
-_NAMESPACE, _PAGE = b"N", b"P"
+_NAMESPACE, _PAGE, _PROBE = b"N", b"P", b"T"
 _RECORD_VERSION = 1
 SCAN_RECORDS = 16_384
 """Page records read in one go: some tens of milliseconds."""
@@ -128,7 +128,27 @@ class Journal:
     def __init__(self, path: FilePath, map_bytes: int) -> None:
         self._path = path
         self._map_bytes = map_bytes
+        self._gate = Gate()
         self._env = open_environment(path, map_bytes, max_spare_txns=2)
+
+    def probe(self) -> None:
+        """Write and delete a record, durably, to see whether the disk takes it. Raises lmdb.Error or OSError.
+
+        An environment that gave up when a write failed is opened anew first.
+        """
+        for attempt in (1, 2):
+            try:
+                with self._env.begin(write=True) as txn:
+                    txn.put(_PROBE, b"")
+                break
+            except (lmdb.PanicError, lmdb.BadTxnError):
+                if attempt == 2:
+                    raise
+                with self._gate.alone():
+                    self._env.close()
+                    self._env = open_environment(self._path, self._map_bytes, max_spare_txns=2)
+        with self._write() as txn:
+            txn.delete(_PROBE)
 
     def salvage(self) -> None:
         """Its structure is damaged: close it, and open a fresh one with what can be read of it."""
@@ -142,8 +162,12 @@ class Journal:
 
     @contextmanager
     def _write(self) -> Iterator[lmdb.Transaction]:
-        with self._env.begin(write=True) as txn:
-            yield txn
+        try:
+            with self._env.begin(write=True) as txn:
+                yield txn
+        except STRUCTURAL:
+            mark_damaged(self._path)
+            raise
 
     def namespaces(self) -> tuple[list[NamespaceRecord], list[int]]:
         """All namespaces that verify, and the numbers of those that do not."""
@@ -192,7 +216,7 @@ class Journal:
     ) -> RecordBatch:
         """The next page records of a namespace, at most `limit`, from the key behind `after` on."""
         prefix = _PAGE + number.to_bytes(4, "big")
-        with self._env.begin() as txn, txn.cursor() as cursor:
+        with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
             start = prefix if after is None else prefix + after + b"\0"
             items = list(islice(cursor.iternext(), limit)) if cursor.set_range(start) else []
         more = len(items) == limit

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
 from kvstore.errors import KVStoreError
 from kvstore.kvspec import PartRange
-from kvstore.radix.journal import Journal, RecordBatch, RecordGroup, merge_groups
+from kvstore.radix.journal import Journal, NamespaceRecord, RecordBatch, RecordGroup, merge_groups
 from kvstore.radix.load_plan import LoadPlan, plan_load
 from kvstore.radix.loading import TreeLoad
 from kvstore.radix.pages import DURABLE, Slots
@@ -63,19 +63,24 @@ class Recovery:
         """The namespaces, still empty, and the next free namespace number."""
         loop = asyncio.get_running_loop()
         try:
-            records, bad = await loop.run_in_executor(self._writer, self._journal.namespaces)
+            records, bad = await self._namespaces()
         except lmdb.Error as error:
             await self._salvage(error)
-            records, bad = await loop.run_in_executor(self._writer, self._journal.namespaces)
-        for number in bad:
-            self._stats.corrupt_records += 1
-            _log.error("the record of namespace number %d does not verify: it is dropped", number)
-            await loop.run_in_executor(self._writer, self._journal.drop_namespace, number)
+            records, bad = await self._namespaces()
         self._spaces = [new_space(record.number, NamespaceSettings.from_dict(record.settings)) for record in records]
         for space in self._spaces:
             space.loading = True
         self._expected = await loop.run_in_executor(self._writer, lambda: self._journal.entries) - len(records)
         return list(self._spaces), max([0, *(r.number for r in records), *bad]) + 1
+
+    async def _namespaces(self) -> tuple[list[NamespaceRecord], list[int]]:
+        loop = asyncio.get_running_loop()
+        records, bad = await loop.run_in_executor(self._writer, self._journal.namespaces)
+        for number in bad:
+            self._stats.corrupt_records += 1
+            _log.error("the record of namespace number %d does not verify: it is dropped", number)
+            await loop.run_in_executor(self._writer, self._journal.drop_namespace, number)
+        return records, bad
 
     async def run(self) -> None:
         """Load all namespaces, one after the other."""

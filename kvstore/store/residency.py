@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from kvstore.errors import Busy, Corrupt, NoSpace, NotFound
+from kvstore.errors import Busy, Corrupt, DiskFailing, NoSpace, NotFound
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
@@ -117,7 +117,7 @@ class Residency:
 
     async def _add_segment(self, slot_class: SlotClass, slots: int) -> None:
         try:
-            segment = await asyncio.get_running_loop().run_in_executor(self._readers, create_segment, slot_class, slots)
+            segment = await asyncio.to_thread(create_segment, slot_class, slots)  # not behind reads that wait for a disk
         except OSError as error:
             self._arena.cancel_segment(slot_class, slots)
             raise NoSpace(f"the machine has no memory for a segment of {slots * slot_class.slot_bytes} bytes: {error}") from error
@@ -255,7 +255,7 @@ class Residency:
 
     async def _reclaim(self, wanted: int) -> int:
         freed, pending = 0, []
-        for unit in dram_victims(list(self._spaces()), wanted):
+        for unit in dram_victims(list(self._spaces()), wanted, only_written=not self.writeback.state.ok):
             slot = unit.space.tree.pages.find_key(unit.key)
             if slot >= 0 and unit.space.is_durable(slot):
                 freed += free_dram(unit)
@@ -271,18 +271,24 @@ class Residency:
         by_space: dict[int, tuple[Space, list[bytes]]] = {}
         for unit in units:
             by_space.setdefault(unit.space.number, (unit.space, []))[1].append(unit.key)
+        stay: set[int] = set()
         for space, keys in by_space.values():
             try:
                 await self.writeback.make_durable(space, keys)
             except NoSpace as error:
-                _log.warning("dropping %d pages from DRAM: %s", len(keys), error.message)
+                if self.writeback.state.ok:
+                    _log.warning("dropping %d pages from DRAM: %s", len(keys), error.message)
+                else:
+                    stay.add(space.number)  # the disk may have room again soon
+            except (Busy, DiskFailing):
+                stay.add(space.number)
         for unit in units:
             slot = unit.space.tree.pages.find_key(unit.key)
             if slot < 0 or unit.space.tree.pages.leases[slot]:
                 continue
             if unit.space.is_durable(slot):
                 free_dram(unit)
-            else:
+            elif unit.space.number not in stay:
                 drop(unit)
         return before - self._arena.usage().used
 

@@ -5,7 +5,6 @@ block is in two bounded executors.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from kvstore.errors import BadRequest, Conflict, KVStoreError, MissingParent, No
 from kvstore.radix.journal import Journal
 from kvstore.radix.pages import DURABLE
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.store.backlog import Backlog
 from kvstore.store.datadir import DataDir
 from kvstore.store.following import Following
 from kvstore.store.leases import MAX_PIN_S, Lease, Leases
@@ -32,6 +32,7 @@ from kvstore.store.putting import Puts
 from kvstore.store.recovery import LoadProgress, Recovery
 from kvstore.store.residency import Held, Residency
 from kvstore.store.space import NamespaceSettings, Space, Trash
+from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
@@ -62,6 +63,7 @@ class StoreConfig:
     watermarks: Watermarks = field(default_factory=Watermarks)
     put_wait_s: float = 1.0
     put_idle_s: float = 60.0
+    durable_wait_s: float = 20.0
     shutdown_s: float = 30.0
     batch_bytes: int = 64 << 20
     segment_bytes: int = 64 << 20
@@ -100,6 +102,8 @@ class Store:
         """Set when a background task has died of a bug: the daemon should then end, and be started anew."""
         self.loaded = asyncio.Event()
         """Set once all pages are back from the journal."""
+        self.stuck = False
+        """Whether a write did not end when the store was closed; then a thread is left that only the end of the process ends."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
         self._spaces: dict[str, Space] = {}
@@ -168,6 +172,7 @@ class Store:
         self._writeback = Writeback(
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
             lambda wanted: self._residency.make_ssd_room(wanted, time.time()), self._arena.view, config.batch_bytes,
+            config.durable_wait_s,
         )  # fmt: skip
         self._residency.writeback = self._writeback
         self._puts = Puts(
@@ -195,10 +200,12 @@ class Store:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(KVStoreError):
-            await self._flush()
-        await self._writeback.stop(self._writeback_task)
-        await asyncio.to_thread(self._close_files)
+        await self._flush()
+        if await self._writeback.stop(self._writeback_task, self.config.shutdown_s):
+            await asyncio.to_thread(self._close_files)
+        else:
+            _log.critical("a write to SSD does not end: it is left behind, unfinished")
+            self.stuck = True
         self._arena.close()
         self._dir.close()
 
@@ -218,12 +225,19 @@ class Store:
             dirty += [(r, space, space.tree.pages.key_bytes(s)) for r, s in zip(recency, slots.tolist(), strict=True)]
         dirty.sort(key=lambda item: item[0], reverse=True)
         deadline = time.monotonic() + self.config.shutdown_s
-        written = 0
-        while written < len(dirty) and time.monotonic() < deadline:
-            chunk = dirty[written : written + 64]
+        done = written = 0
+        while done < len(dirty) and time.monotonic() < deadline:
+            chunk = dirty[done : done + 64]
             for space in {id(s): s for _, s, _ in chunk}.values():
-                await self._writeback.make_durable(space, [key for _, s, key in chunk if s is space])
-            written += len(chunk)
+                keys = [key for _, s, key in chunk if s is space]
+                try:
+                    await self._writeback.make_durable(space, keys, wait_s=deadline - time.monotonic())
+                except KVStoreError as error:
+                    _log.error("can't flush: %s", error.message)
+                    deadline = 0.0
+                    break
+                written += len(keys)
+            done += len(chunk)
         _log.info("flushed %d pages, dropped %d that were only in DRAM", written, len(dirty) - written)
 
     async def _sweep_leases(self) -> None:
@@ -546,6 +560,11 @@ class Store:
         return self._puts.assemblies.pages
 
     @property
-    def backlog(self) -> int:
-        """Pages waiting to be written to SSD."""
+    def backlog(self) -> Backlog:
+        """What waits to be written to SSD."""
         return self._writeback.backlog
+
+    @property
+    def ssd_state(self) -> SsdState:
+        """How the disk under the SSD tier is doing."""
+        return self._writeback.state

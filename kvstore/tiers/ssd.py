@@ -4,21 +4,23 @@ Blocking: call from an executor thread; writes from one thread only. No read tra
 durable when `commit` returns. LMDB has no checksums: what is read is verified against the blob id before it is given out.
 """
 
+import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import lmdb
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.lmdb_files import STRUCTURAL, mark_damaged, open_environment
+from kvstore.lmdb_files import DATA_FILE, STRUCTURAL, Gate, map_address, mark_damaged, no_room, open_environment
 from kvstore.tiers import Usage
 
 _KEY = struct.Struct(">I16sH")
+_PROBE_NUMBER = 0xFFFFFFFF
+"""The namespace of what is written to see whether writing works; no namespace has it, so a rest is swept at the next start."""
 _PAGE_HEADER = 16
 """LMDB's header on a run of overflow pages: an extent and its header fill whole pages."""
 
@@ -46,17 +48,50 @@ class BlobFile:
         self._path = path
         self.capacity = capacity
         self.extent_bytes = extent_bytes
-        map_bytes = capacity + capacity // 10 + (256 << 20)
-        self._env = open_environment(path, map_bytes, max_spare_txns=8, max_readers=126)
+        self._map_bytes = capacity + capacity // 10 + (256 << 20)
+        self._gate = Gate()
+        self._open()
+
+    def _open(self) -> None:
+        self._env = open_environment(self._path, self._map_bytes, max_spare_txns=8, max_readers=126)
         self._extents: int = self._env.stat()["entries"]
+        self._fd = os.open(self._path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._map_start = map_address(self._path)
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+        os.close(self._fd)
+
+    def probe(self, nbytes: int) -> None:
+        """Write and delete about `nbytes`, durably, to see whether the disk takes them. Raises lmdb.Error or OSError.
+
+        An environment that gave up when a write failed is opened anew first.
+        """
+        extents = max(1, self._extent_count(nbytes))
+        keys = [_KEY.pack(_PROBE_NUMBER, bytes(16), extent) for extent in range(min(extents, 1 << 16))]
+        try:
+            with self._env.begin(write=True) as txn:
+                for key in keys:
+                    txn.put(key, os.urandom(16).ljust(self.extent_bytes, b"p"))
+        except (lmdb.PanicError, lmdb.BadTxnError):
+            with self._gate.alone():
+                self.close()
+                self._open()
+            with self._env.begin(write=True) as txn:
+                for key in keys:
+                    txn.put(key, os.urandom(16).ljust(self.extent_bytes, b"p"))
+        with self._env.begin(write=True) as txn:
+            for key in keys:
+                txn.delete(key)
 
     def mark_damaged(self) -> None:
         """Have it salvaged when it is opened next."""
         mark_damaged(self._path)
+
+    def no_room(self) -> bool:
+        """Whether its file can't grow."""
+        return no_room(self._path)
 
     def usage(self) -> Usage:
         """Capacity, and the bytes of all extents."""
@@ -93,16 +128,21 @@ class BlobFile:
     def read(self, number: int, blob: bytes, layout: SliceLayout, target: memoryview) -> None:
         """Copy a blob's stored form into `target` and verify all of it.
 
-        Raises NotFound if an extent is missing, Corrupt if the bytes are not the blob's.
+        Raises NotFound if an extent is missing, Corrupt if the bytes are not the blob's or can't be read.
         """
         try:
-            self._copy_out(number, blob, np.frombuffer(target, np.uint8))
+            with self._gate.shared():
+                self._copy_out(number, blob, target)
         except lmdb.Error as error:
-            mark_damaged(self._path)
+            if isinstance(error, STRUCTURAL):
+                mark_damaged(self._path)
+            raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
+        except OSError as error:
             raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
         verify_stored(blob, layout, target)
 
-    def _copy_out(self, number: int, blob: bytes, out: npt.NDArray[np.uint8]) -> None:
+    def _copy_out(self, number: int, blob: bytes, out: memoryview) -> None:
+        """LMDB says where the extents lie, and they are read with pread: an I/O error is an error then, not the end of the process."""
         with self._env.begin(buffers=True) as txn:
             for extent, offset in enumerate(range(0, len(out), self.extent_bytes)):
                 value = txn.get(_KEY.pack(number, blob, extent))
@@ -111,13 +151,19 @@ class BlobFile:
                 wanted = out[offset : offset + self.extent_bytes]
                 if len(value) < len(wanted):
                     raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
-                np.copyto(wanted, np.frombuffer(value, np.uint8, len(wanted)))
+                at = np.frombuffer(value, np.uint8).ctypes.data - self._map_start
+                done = 0
+                while done < len(wanted):
+                    got = os.preadv(self._fd, [wanted[done:]], at + done)
+                    if not got:
+                        raise Corrupt(f"blob {blob.hex()}: the file ends in extent {extent}")
+                    done += got
 
     def stored_blobs(self, number: int, after: bytes = b"", limit: int = 1 << 62) -> list[tuple[bytes, int]]:
         """The next (blob id, extents) of a namespace as the file has them, in order of id, behind the id `after`."""
         prefix = number.to_bytes(4, "big")
         found: list[tuple[bytes, int]] = []
-        with self._env.begin() as txn, txn.cursor() as cursor:
+        with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
             more = cursor.set_range(prefix + after + b"\xff\xff\xff" if after else prefix)
             while more and len(found) < limit and cursor.key()[:4] == prefix:
                 blob, extents = cursor.key()[4:20], 0
@@ -130,7 +176,7 @@ class BlobFile:
     def namespace_numbers(self) -> list[int]:
         """The namespace numbers that have extents in the file."""
         numbers = []
-        with self._env.begin() as txn, txn.cursor() as cursor:
+        with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
             found = cursor.first()
             while found:
                 number = int.from_bytes(cursor.key()[:4], "big")
