@@ -24,7 +24,8 @@ from kvstore.lmdb_walk import Walk, read_meta
 _log = logging.getLogger("kvstore.lmdb")
 
 STRUCTURAL = (
-    lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.BadTxnError, lmdb.CursorFullError, lmdb.PageFullError, lmdb.ProblemError,
+    lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.BadTxnError,
+    lmdb.CursorFullError, lmdb.PageFullError, lmdb.ProblemError,
 )  # fmt: skip
 """The errors that mean damage, as against a full map or disk, or a write that failed."""
 

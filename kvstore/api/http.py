@@ -133,6 +133,7 @@ class ControlPlane:
                 "writeback_backlog_bytes": store.backlog.nbytes,
                 "writeback_backlog_bytes_smoothed": round(store.backlog.smoothed_bytes),
                 "ssd_state": store.ssd_state.as_dict(),
+                "scrub": dataclasses.asdict(store.scrubber.progress),
                 "sessions": len(self.ready[1].sessions),
                 "connections": self.ready[1].connection_count,
                 "namespaces": [msgspec.to_builtins(namespace_info(s)) for s in store.namespaces(DEFAULT_TENANT)],

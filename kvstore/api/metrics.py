@@ -45,6 +45,7 @@ class StoreCollector(Collector):
         yield state
         for name, text, value in (
             ("loading_pages", "Pages still to come back from the journal, about", _still_loading(self._store)),
+            ("scrub_last_pass_seconds", "When the last whole scrub ended, Unix time", self._store.scrubber.progress.last_pass),
             ("leases", "Leases held by clients", len(self._store.leases)),
             ("puts_open", "Puts under way", self._store.puts_open),
             ("writeback_backlog_pages", "Pages waiting to be written to SSD", len(self._store.backlog)),

@@ -31,6 +31,7 @@ from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
 from kvstore.store.recovery import LoadProgress, Recovery
 from kvstore.store.residency import Held, Residency
+from kvstore.store.scrub import Scrubber
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
@@ -64,6 +65,7 @@ class StoreConfig:
     put_wait_s: float = 1.0
     put_idle_s: float = 60.0
     durable_wait_s: float = 20.0
+    scrub_bytes_s: int = 0
     shutdown_s: float = 30.0
     batch_bytes: int = 64 << 20
     segment_bytes: int = 64 << 20
@@ -137,6 +139,7 @@ class Store:
             asyncio.create_task(self._residency.run(), name="kvstore-mover"),
             asyncio.create_task(self._sweep_leases(), name="kvstore-leases"),
             asyncio.create_task(self._sweep_orphans(load), name="kvstore-sweep"),
+            asyncio.create_task(self._scrub(load), name="kvstore-scrub"),
         ]
         for task in (self._writeback_task, *self._tasks):
             task.add_done_callback(self._note_death)
@@ -185,6 +188,10 @@ class Store:
             self._blob_file.footprint,
             config.ssd_bytes,
         )
+        self.scrubber = Scrubber(
+            self._blob_file, self._writeback, self._readers, self._spaces.values, self._arena.view,
+            self._residency.discard_bad_copy, self.stats, config.scrub_bytes_s,
+        )  # fmt: skip
         self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats)
 
         self._prefixes = Prefixes(self._residency, self._writeback, self.pins, self._use)
@@ -249,6 +256,10 @@ class Store:
                     kind.release(lease)
             self._puts.sweep(now)
             self.following.sweep(now)
+
+    async def _scrub(self, load: "asyncio.Task[None]") -> None:
+        await asyncio.wait([load])
+        await self.scrubber.run()
 
     async def _sweep_orphans(self, load: "asyncio.Task[None]") -> None:
         """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""

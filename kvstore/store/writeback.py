@@ -226,6 +226,13 @@ class Writeback:
             if request.done is not None and not request.done.done():
                 self._answer(request, request.done)
 
+    async def rewrite_blob(self, space: Space, row: int, stored: memoryview) -> None:
+        """Write a blob's copy on SSD anew, durably; the caller holds its bytes. Raises lmdb.Error or OSError."""
+        async with self.lock:
+            if not space.dropped and space.blobs.on_ssd[row]:
+                put = [(space.number, space.blobs.id_of(row), stored)]
+                await self._in_executor(self._blob_file.commit, BlobBatch(put=put))
+
     async def _in_executor(self, call: Callable[..., None], *arguments: object) -> None:
         """Run a write to its end: it can't be called back, and memory must learn how it ended. If it takes long, say so meanwhile."""
         write = asyncio.get_running_loop().run_in_executor(self._executor, self._tell_full_from_failing, call, *arguments)

@@ -125,14 +125,15 @@ class BlobFile:
                     piece = bytes(piece).ljust(self.extent_bytes, b"\0")
                 txn.put(_KEY.pack(number, blob, extent), piece)
 
-    def read(self, number: int, blob: bytes, layout: SliceLayout, target: memoryview) -> None:
+    def read(self, number: int, blob: bytes, layout: SliceLayout, target: memoryview, *, uncached: bool = False) -> None:
         """Copy a blob's stored form into `target` and verify all of it.
 
-        Raises NotFound if an extent is missing, Corrupt if the bytes are not the blob's or can't be read.
+        With `uncached`, the disk is asked and not the page cache, as far as the system allows. Raises NotFound if an extent is
+        missing, Corrupt if the bytes are not the blob's or can't be read.
         """
         try:
             with self._gate.shared():
-                self._copy_out(number, blob, target)
+                self._copy_out(number, blob, target, uncached=uncached)
         except lmdb.Error as error:
             if isinstance(error, STRUCTURAL):
                 mark_damaged(self._path)
@@ -141,7 +142,7 @@ class BlobFile:
             raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
         verify_stored(blob, layout, target)
 
-    def _copy_out(self, number: int, blob: bytes, out: memoryview) -> None:
+    def _copy_out(self, number: int, blob: bytes, out: memoryview, *, uncached: bool) -> None:
         """LMDB says where the extents lie, and they are read with pread: an I/O error is an error then, not the end of the process."""
         with self._env.begin(buffers=True) as txn:
             for extent, offset in enumerate(range(0, len(out), self.extent_bytes)):
@@ -152,6 +153,8 @@ class BlobFile:
                 if len(value) < len(wanted):
                     raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
                 at = np.frombuffer(value, np.uint8).ctypes.data - self._map_start
+                if uncached:
+                    os.posix_fadvise(self._fd, at, len(wanted), os.POSIX_FADV_DONTNEED)
                 done = 0
                 while done < len(wanted):
                     got = os.preadv(self._fd, [wanted[done:]], at + done)
