@@ -74,6 +74,7 @@ class Writeback:
         self._refused = 0
         self._under_way: list[WriteRequest] = []
         self._barriers: list[asyncio.Future[bool]] = []
+        self._barriers_under_way: list[asyncio.Future[bool]] = []
         self._stopped = False
         self._wake = asyncio.Event()
         self.lock = asyncio.Lock()
@@ -161,7 +162,7 @@ class Writeback:
     def _fail_all(self, error: KVStoreError) -> None:
         for request in (*self._under_way, *self.backlog.take(1 << 62)):
             request.fail(error)
-        self._end_barriers(self._barriers, error)
+        self._end_barriers([*self._barriers_under_way, *self._barriers], error)
         self._barriers = []
 
     @staticmethod
@@ -201,7 +202,7 @@ class Writeback:
 
     async def _commit_once(self) -> None:
         self._under_way = requests = self.backlog.take(self._batch_bytes)
-        barriers, self._barriers = self._barriers, []
+        self._barriers_under_way, self._barriers = self._barriers, []
         batch = self._build(requests)
         failure: KVStoreError | None = None
         try:
@@ -219,7 +220,7 @@ class Writeback:
             self._trash.outdated += batch.outdated
             batch.outdated = []
         self._finish(batch, failure)
-        self._end_barriers(barriers, failure)
+        self._end_barriers(self._barriers_under_way, failure)
         if failure is not None:
             self._fail_all(failure)
         for request in requests:
