@@ -1,7 +1,7 @@
 """Verifies again what is at rest, blob by blob, within a budget of bytes a second: disks and memory change bits by themselves.
 
-A bad copy is replaced from a good one in the other tier; a blob without a good copy is lost, with the pages that need it. Nothing is
-promoted and nothing counts as a use.
+A bad copy is replaced from a good one in the other tier; a blob without a good copy is lost, with the pages that need it. Where the disk
+gives an error instead of bytes, nothing is given up: it may be well again tomorrow. Nothing is promoted and nothing counts as a use.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from enum import Enum
 
 import lmdb
 
@@ -19,12 +20,20 @@ from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT, stored_bytes
-from kvstore.tiers.ssd import BlobFile, verify_stored
+from kvstore.tiers.ssd import BlobFile, Unreadable, verify_stored
 
 _log = logging.getLogger("kvstore.scrub")
 _IDLE_S = 1.0
 _LOOK_ROWS = 1024
 """Rows of the blob table looked at before the others get a turn."""
+
+
+class _Copy(Enum):
+    """What a look at a copy of a blob found."""
+
+    GOOD = 0
+    BAD = 1
+    UNREADABLE = 2
 
 
 @dataclass(slots=True)
@@ -92,29 +101,32 @@ class Scrubber:
         space.pin(row)  # so that neither copy goes away meanwhile
         try:
             on_ssd, slot = bool(blobs.on_ssd[row]), int(blobs.slot[row])
-            ssd_good = not on_ssd or await loop.run_in_executor(self._readers, self._good_on_ssd, space.number, name, layout)
+            ssd = await loop.run_in_executor(self._readers, self._look_on_ssd, space.number, name, layout) if on_ssd else _Copy.GOOD
             in_memory = slot != NO_SLOT
             memory_good = not in_memory or await loop.run_in_executor(self._readers, _verifies, name, layout, self._view(slot)[:stored])
             self._stats.scrubbed_blobs += 1
             self._stats.scrubbed_stored_bytes += (on_ssd + in_memory) * stored
-            if not space.dropped and not ssd_good:
-                await self._mend_ssd(space, row, memory_good=memory_good)
+            if not space.dropped and ssd is not _Copy.GOOD:
+                await self._mend_ssd(space, row, ssd, memory_good=memory_good)
             if not space.dropped and not memory_good:
-                self._discard(space, row)  # the copy, or the blob if SSD has no good one
+                self._discard(space, row)  # only the copy, unless SSD is known to have none
         finally:
             space.unpin(row)
         return (on_ssd + in_memory) * stored
 
-    def _good_on_ssd(self, number: int, name: bytes, layout: SliceLayout) -> bool:
+    def _look_on_ssd(self, number: int, name: bytes, layout: SliceLayout) -> "_Copy":
         try:
             self._blob_file.read(number, name, layout, memoryview(bytearray(stored_bytes(layout))), uncached=True)
+        except Unreadable:
+            return _Copy.UNREADABLE
         except NotFound:  # or Corrupt, which is one
-            return False
-        return True
+            return _Copy.BAD
+        return _Copy.GOOD
 
-    async def _mend_ssd(self, space: Space, row: int, *, memory_good: bool) -> None:
+    async def _mend_ssd(self, space: Space, row: int, ssd: "_Copy", *, memory_good: bool) -> None:
         blobs, name = space.blobs, space.blobs.id_of(row).hex()
-        self._stats.corrupt_blobs += 1
+        self._stats.corrupt_blobs += ssd is _Copy.BAD
+        self._stats.scrub_unreadable += ssd is _Copy.UNREADABLE
         slot = int(blobs.slot[row])
         if slot != NO_SLOT and memory_good:
             try:
@@ -124,6 +136,8 @@ class Scrubber:
             else:
                 _log.error("the copy of blob %s on SSD was bad: written anew from DRAM", name)
                 self._stats.scrub_repaired += 1
+            return
+        if ssd is _Copy.UNREADABLE:
             return
         blobs.on_ssd[row] = False
         if slot == NO_SLOT:

@@ -37,3 +37,4 @@ class Stats:
     scrubbed_blobs: int = 0
     scrubbed_stored_bytes: int = 0
     scrub_repaired: int = 0
+    scrub_unreadable: int = 0

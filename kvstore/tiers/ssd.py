@@ -28,6 +28,10 @@ DEFAULT_EXTENT_BYTES = (68 << 10) - _PAGE_HEADER
 """A little over 64 KiB, so that a blob whose payload is a power of two finds room for its digests in the last extent."""
 
 
+class Unreadable(Corrupt):
+    """The disk gave an error where the blob lies; it may give the bytes another time."""
+
+
 @dataclass(slots=True)
 class BlobBatch:
     """Changes to commit together; deletions come first. Blobs are named by (namespace number, blob id)."""
@@ -129,7 +133,7 @@ class BlobFile:
         """Copy a blob's stored form into `target` and verify all of it.
 
         With `uncached`, the disk is asked and not the page cache, as far as the system allows. Raises NotFound if an extent is
-        missing, Corrupt if the bytes are not the blob's or can't be read.
+        missing, Corrupt if the bytes are not the blob's, Unreadable if the disk gives an error.
         """
         try:
             with self._gate.shared():
@@ -139,7 +143,7 @@ class BlobFile:
                 mark_damaged(self._path)
             raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
         except OSError as error:
-            raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
+            raise Unreadable(f"blob {blob.hex()} can't be read: {error}") from error
         verify_stored(blob, layout, target)
 
     def _copy_out(self, number: int, blob: bytes, out: memoryview, *, uncached: bool) -> None:

@@ -20,7 +20,9 @@ def test_serving_while_loading(tmp_path: Path, mixed: bool) -> None:
     settings = NamespaceSettings("default", "restart", "bench", SPEC)
     maker = make(tmp_path / "data", settings, 30_000, mixed=mixed)
     probes = [np.frombuffer(b"".join(label for _, label in context), np.uint32) for context in maker.contexts[:20]]
-    daemon = DaemonProcess(tmp_path / "data", "--dram", "64MiB", "--ssd", "256MiB").wait_listening()
+    daemon = DaemonProcess(
+        tmp_path / "data", "--dram", "64MiB", "--ssd", "256MiB", environment={"KVSTORE_SCRUB_RATE": "0"}
+    ).wait_listening()
     try:
         with Client(daemon.endpoint) as client:
             namespace = client.namespace("restart", "bench", SPEC)
