@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ORACLE := .venv-oracle
 
-.PHONY: demo test test-oracle lint format bench lock clean
+.PHONY: demo test test-oracle crash cuts flips fuzz soak lint format bench lock clean
 
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)
@@ -15,6 +15,21 @@ test: $(STAMP) ## Run the tests
 
 test-oracle: $(ORACLE)/.installed ## Compare the hybrid match with SGLang's cache on random sequences (see docs/testing.md)
 	$(ORACLE)/bin/python -m tests.oracle $(ARGS)
+
+crash: $(STAMP) ## Kill the daemon 200 times under load; what was acknowledged as durable must be there
+	KVSTORE_TEST_KILLS=200 $(BIN)/python -m pytest tests/faults/test_crash_cycles.py --timeout 3600 $(ARGS)
+
+cuts: $(STAMP) ## Cut every kind of request at every byte
+	KVSTORE_TEST_CUTS=all $(BIN)/python -m pytest tests/faults/test_cut_frames.py --timeout 3600 $(ARGS)
+
+flips: $(STAMP) ## Flip bits in both LMDB files of a stopped daemon, 300 times
+	KVSTORE_TEST_FLIPS=300 $(BIN)/python -m pytest tests/faults/test_flips.py --timeout 3600 $(ARGS)
+
+fuzz: $(STAMP) ## Feed a million random inputs to the decoders and to a live daemon
+	$(BIN)/python -m tests.fuzz $(ARGS)
+
+soak: $(STAMP) ## Run mixed load for 20 minutes and see that memory, descriptors and files stay flat
+	$(BIN)/python -m kvstore_workers.soak $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .
@@ -29,6 +44,7 @@ bench: $(STAMP) ## Run the benchmarks (iperf3 is measured beside ours where it i
 	$(BIN)/python -m bench.striped_fetch $(ARGS)
 	$(BIN)/python -m bench.match_scale $(ARGS)
 	$(BIN)/python -m bench.restart $(ARGS)
+	$(BIN)/python -m bench.arena_churn $(ARGS)
 
 lock: ## Renew constraints.txt from what the newest packages resolve to
 	$(PYTHON) -m venv $(VENV)

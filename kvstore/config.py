@@ -1,47 +1,25 @@
 """The daemon's configuration: defaults < TOML file < KVSTORE_* environment < flags, checked once at start."""
 
+import ipaddress
 import os
-import re
 import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from kvstore.api.auth import Tenants
 from kvstore.errors import BadRequest
+from kvstore.sizes import Size
 from kvstore.store import StoreConfig
+from kvstore.store.quotas import Quota
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.watermarks import Watermarks
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-    "k": 1 << 10,
-    "m": 1 << 20,
-    "g": 1 << 30,
-    "t": 1 << 40,
-}
 _MIN_TIER = 1 << 20
 _ENVIRONMENT = "KVSTORE_"
-
-
-def parse_size(value: object) -> int:
-    """Bytes from an int, or from text such as `4GiB`, `512 MiB` or `1.5g` (units are powers of 1024)."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
-    if not found or found[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write 4GiB, 512MiB or a number of bytes")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
-
-
-Size = Annotated[int, BeforeValidator(parse_size)]
 
 
 def default_data_dir() -> Path:
@@ -71,6 +49,9 @@ class Config(BaseModel):
     unix_socket: Path | None = Field(None, description="Unix socket of the data plane; in the data directory if not given")
     max_pages: int = Field(10_000_000, ge=1_000, le=200_000_000, description="most pages a namespace can hold")
     max_connections: int = Field(1024, ge=1, le=65536, description="most data-plane connections")
+    client_timeout: float = Field(
+        30.0, gt=0, le=3600, description="seconds a client may take to send the rest of a frame, or to take one, before it is cut off"
+    )
     high_watermark: float = Field(0.92, gt=0, le=1, description="share of DRAM at which the mover starts to demote")
     low_watermark: float = Field(0.85, gt=0, le=1, description="share of DRAM at which it stops")
     put_wait: float = Field(1.0, ge=0, le=60, description="seconds a put waits for room before it gets `busy`")
@@ -78,9 +59,17 @@ class Config(BaseModel):
     durable_wait: float = Field(20.0, gt=0, le=600, description="seconds a durable put waits for SSD before it gets `busy`")
     scrub_rate: Size = Field(32 << 20, ge=0, description="bytes a second that the scrubber verifies at rest; 0 turns it off")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="seconds a clean stop may spend on flushing")
-    segment: Size = Field(64 << 20, ge=1 << 16, description="size of a DRAM segment")
+    segment: Size = Field(64 << 20, ge=1 << 16, description="most bytes of a DRAM segment")
+    move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
     extent: int = Field(DEFAULT_EXTENT_BYTES, ge=2032, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
     reader_threads: int = Field(4, ge=1, le=64, description="threads that read from SSD")
+    tokens_file: Path | None = Field(None, description="TOML file of bearer tokens and quotas, for this user only; re-read when it changes")
+    tokens: SecretStr | None = Field(None, description="bearer tokens, from the environment only: TENANT:ACCESS:SECRET, ...")
+    tenants: Tenants = Field(default_factory=dict, description="quotas by tenant; `*` for those without their own")
+    insecure: bool = Field(False, description="allow another address than loopback without tokens")
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM) for both planes; with it, TCP is TLS only")
+    tls_key: Path | None = Field(None, description="its key (PEM), not encrypted")
+    tls_client_ca: Path | None = Field(None, description="certificates (PEM) of who signs those of clients; with it, clients need one")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
     @model_validator(mode="after")
@@ -92,7 +81,33 @@ class Config(BaseModel):
                 raise ValueError(f"{name} is {size} bytes, less than 1 MiB")
         if (self.extent + 16) % 4096:
             raise ValueError(f"extent is {self.extent}: choose 16 less than a multiple of 4096, such as 69616, so that LMDB wastes nothing")
+        if self.tokens_file is not None and self.tokens is not None:
+            raise ValueError("give tokens either by tokens_file or by KVSTORE_TOKENS, not both")
+        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca is not None and self.tls_cert is None):
+            raise ValueError("tls_cert and tls_key go together, and tls_client_ca with them")
+        if not (self.loopback or self.guarded or self.insecure):
+            raise ValueError(
+                f"host is {self.host}, which others can reach, and there are no tokens: give a tokens_file (docs/security.md), "
+                "or say insecure = true to let everybody read and delete everything"
+            )
         return self
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the daemon."""
+        try:
+            return ipaddress.ip_address(self.host.split("%")[0]).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def guarded(self) -> bool:
+        """Whether tokens are needed."""
+        return self.tokens_file is not None or self.tokens is not None
+
+    def quotas(self) -> dict[str, Quota]:
+        """The tenants' quotas, as the store takes them."""
+        return {tenant: body.quota() for tenant, body in self.tenants.items()}
 
     def store_config(self) -> StoreConfig:
         """The store's part, with sizes that were left open chosen for this machine."""
@@ -110,10 +125,12 @@ class Config(BaseModel):
             shutdown_s=self.shutdown_timeout,
             segment_bytes=self.segment,
             extent_bytes=self.extent,
+            move_share=self.move_share,
             reader_threads=self.reader_threads,
             durable_wait_s=self.durable_wait,
             scrub_bytes_s=self.scrub_rate,
             serve_while_loading=True,
+            quotas=self.quotas(),
         )
 
 
@@ -123,6 +140,8 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None, environment:
     if file is not None:
         try:
             merged |= tomllib.loads(file.read_text())
+            if "tokens" in merged:
+                raise BadRequest(f"the configuration file {file} has `tokens`: put them into a file of their own, named by tokens_file")
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise BadRequest(f"the configuration file {file} can't be read: {error}") from error
     known = Config.model_fields

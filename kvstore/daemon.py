@@ -7,12 +7,16 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from aiohttp import web
 
 from kvstore import __version__
+from kvstore.api.auth import parse_token_list
+from kvstore.api.certificate import Certificate
 from kvstore.api.data_plane import DataPlane, bind_tcp, bind_unix
+from kvstore.api.guard import Guard
 from kvstore.api.http import ControlPlane
 from kvstore.config import Config
 from kvstore.errors import KVStoreError
@@ -35,20 +39,23 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
     _log.info("kvstore %s, data in %s", __version__, config.data_dir)
     for tier, size in (("DRAM", store_config.dram_bytes), ("SSD", store_config.ssd_bytes)):
         _log.info("%s tier: %.1f MiB", tier, size / (1 << 20))
+    guard = await _guard(config)
+    certificate = await _certificate(config)
+    tls = None if certificate is None else certificate.context
     endpoints: list[str] = []
-    control = ControlPlane(endpoints)
+    control = ControlPlane(endpoints, guard)
     http_socket, http_endpoint = bind_tcp(config.host, config.http_port)
     runner = web.AppRunner(control.app, access_log=None, shutdown_timeout=_DRAIN_S)
     await runner.setup()
     try:
-        await web.SockSite(runner, http_socket).start()
-        _log.info("control plane on http://%s", http_endpoint)
+        await web.SockSite(runner, http_socket, ssl_context=tls).start()
+        _log.info("control plane on %s://%s", "http" if tls is None else "https", http_endpoint)
         async with Store(store_config) as store:
-            data_plane = DataPlane(store, max_connections=config.max_connections)
+            data_plane = DataPlane(store, guard, tls=tls, max_connections=config.max_connections, client_timeout_s=config.client_timeout)
             listeners = _bind(config)
             endpoints += [endpoint for _, endpoint in listeners]
             try:
-                async with data_plane.listen(listeners):
+                async with data_plane.listen(listeners), _watching(guard, certificate, config, store, data_plane):
                     control.ready = (store, data_plane)
                     _log.info("data plane on %s", ", ".join(endpoints))
                     await _first_of(store.loaded, stop, store.died)
@@ -69,6 +76,61 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
         os._exit(1)  # a thread waits for a disk that does not answer; a normal end would wait for it
 
 
+async def _guard(config: Config) -> Guard:
+    if config.tokens_file is not None:
+        guard = await Guard.of_file(config.tokens_file)
+    elif config.tokens is not None:
+        guard = Guard(parse_token_list(config.tokens.get_secret_value()))
+    else:
+        guard = Guard()
+        if not config.loopback:
+            _log.warning("insecure: everybody who can reach %s may read and delete everything", config.host)
+    return guard
+
+
+async def _certificate(config: Config) -> Certificate | None:
+    if config.tls_cert is None or config.tls_key is None:
+        if not config.loopback:
+            _log.warning("no TLS: tokens and pages travel in the clear; give tls_cert and tls_key")
+        return None
+    return await asyncio.to_thread(Certificate, config.tls_cert, config.tls_key, config.tls_client_ca)
+
+
+@contextlib.asynccontextmanager
+async def _watching(
+    guard: Guard, certificate: Certificate | None, config: Config, store: Store, data_plane: DataPlane
+) -> AsyncIterator[None]:
+    """Meanwhile, keep up with the token file, at once on SIGHUP: quotas, and who may stay. And with the certificate."""
+
+    def tick() -> None:
+        store.quotas.replace(config.quotas() | (guard.table.quotas if guard.table is not None else {}))
+        data_plane.expel()
+
+    tick()
+    loop = asyncio.get_running_loop()
+    hangup = asyncio.Event()
+
+    async def renew() -> None:
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            guard.hurry()
+            if certificate is not None:
+                await certificate.renew()
+
+    loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    tasks = [asyncio.create_task(guard.watch(tick), name="kvstore-tokens"), asyncio.create_task(renew(), name="kvstore-renew")]
+    for task in tasks:
+        task.add_done_callback(lambda ended: None if ended.cancelled() else store.died.set())
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _first_of(*events: asyncio.Event) -> None:
     tasks = [asyncio.create_task(event.wait()) for event in events]
     try:
@@ -83,7 +145,8 @@ def _unix_path(config: Config) -> Path:
 
 
 def _bind(config: Config) -> list[tuple[socket.socket, str]]:
-    bound = [bind_tcp(config.host, config.port)]
+    listener, endpoint = bind_tcp(config.host, config.port)
+    bound = [(listener, endpoint if config.tls_cert is None else f"tls://{endpoint}")]
     path = _unix_path(config)
     if config.unix_socket is None and len(str(path)) > _MAX_UNIX_PATH:
         _log.warning("no Unix socket: %s is too long for one; give a shorter --unix-socket", path)

@@ -39,6 +39,20 @@ class VersionMismatch(KVStoreError):
     http_status = 400
 
 
+class Unauthenticated(KVStoreError):
+    """The daemon wants a bearer token, and was given none, or one that is wrong, expired or removed."""
+
+    code = "unauthenticated"
+    http_status = 401
+
+
+class Forbidden(KVStoreError):
+    """The token does not allow this."""
+
+    code = "forbidden"
+    http_status = 403
+
+
 class UnknownNamespace(KVStoreError):
     """No such namespace for this tenant."""
 

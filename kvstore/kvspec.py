@@ -17,6 +17,8 @@ DTYPE_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1
 AXIS_ORDER = "layer,plane,head,token,dim"
 MAX_SLICE_BYTES = 1 << 20
 MAX_PART_BYTES = 1 << 30
+MAX_SLICES = 4096
+"""Of a part. Layouts are kept in memory, so they must stay small whatever specs clients make up."""
 MAX_PAGE_TOKENS = 1 << 16
 _MAX_RANGE = (1 << 16) - 1
 
@@ -99,6 +101,8 @@ class KVSpec:
         for index in range(len(self.components)):
             size = self.part_bytes(self.whole(index))
             _require(size <= MAX_PART_BYTES, f"a page of component {index} is {size} bytes, over the limit of {MAX_PART_BYTES}")
+            slices = self._slice_count(self.whole(index))
+            _require(slices <= MAX_SLICES, f"a page of component {index} has {slices} slices, over the limit of {MAX_SLICES}")
 
     def whole(self, component: int = 0) -> PartRange:
         """The part range that covers all layers and heads of a component."""
@@ -133,6 +137,12 @@ class KVSpec:
     def part_bytes(self, part: PartRange) -> int:
         """Payload bytes of one page's part."""
         return (part.layer_hi - part.layer_lo) * self.layer_bytes(part)
+
+    def _slice_count(self, part: PartRange) -> int:
+        layer, layers = self.layer_bytes(part), part.layer_hi - part.layer_lo
+        if layer > self.max_slice_bytes:
+            return layers * -(-layer // self.max_slice_bytes)
+        return -(-layers // min(self.max_slice_bytes // layer, self.group_layers or layers))
 
     def slice_layout(self, part: PartRange) -> "SliceLayout":
         """How the part's payload is cut into slices."""
@@ -186,7 +196,7 @@ class SliceLayout:
         return len(self.sizes)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _slice_layout(layer_bytes: int, layers: int, max_slice: int, group_layers: int) -> SliceLayout:
     if layer_bytes <= max_slice:
         group = min(max_slice // layer_bytes, group_layers or layers)

@@ -11,7 +11,7 @@ from kvstore.kvspec import Component, KVSpec, PartRange, namespace_digest
 from kvstore.store.pending import overlap, whole_components
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 256), st.integers(1, 64), st.sampled_from([4096, 65536, 1 << 20]))
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 128), st.integers(1, 64), st.sampled_from([8192, 65536, 1 << 20]))
 def test_slices_tile_the_part_at_layer_boundaries(layers: int, heads: int, head_dim: int, page_tokens: int, limit: int) -> None:
     spec = KVSpec(page_tokens, (Component("full", layers, heads, head_dim),), max_slice_bytes=limit)
     layout, layer = spec.slice_layout(spec.whole()), spec.layer_bytes(spec.whole())
@@ -49,6 +49,8 @@ def test_a_namespace_differs_in_whatever_the_bytes_depend_on() -> None:
         {"components": [{"kind": "full", "layers": 60000, "kv_heads": 60000, "head_dim": 60000}]},
         {"components": [{"layers": 1}]},
         {"surprise": 1},
+        {"group_layers": -1},
+        {"components": [{"kind": "full", "layers": 65535, "kv_heads": 1, "head_dim": 8}], "group_layers": 1},
     ],
 )
 def test_a_bad_spec_is_refused(bad: dict[str, object]) -> None:

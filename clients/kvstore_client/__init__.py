@@ -9,6 +9,7 @@ from kvstore.api.wire import (
     ConnectionLost,
     Corrupt,
     DeadlineExceeded,
+    Forbidden,
     KVSpec,
     KVStoreError,
     MissingParent,
@@ -16,6 +17,7 @@ from kvstore.api.wire import (
     NotFound,
     PartRange,
     ProtocolError,
+    Unauthenticated,
     UnknownNamespace,
     Unsupported,
     VersionMismatch,
@@ -29,9 +31,8 @@ from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 
 __all__ = [
-    "DEFAULT_ENDPOINT", "AsyncClient", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict",
-    "ConnectionLost", "Corrupt", "DeadlineExceeded", "Follower", "KVSpec", "KVStoreError", "Match", "MissingParent", "Namespace",
-    "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "PutStream", "Session",
-    "UnknownNamespace", "Unsupported", "VersionMismatch",
-    "extra_digest", "fingerprint_folder", "fingerprint_revision",
+    "DEFAULT_ENDPOINT", "AsyncClient", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict", "ConnectionLost",
+    "Corrupt", "DeadlineExceeded", "Follower", "Forbidden", "KVSpec", "KVStoreError", "Match", "MissingParent", "Namespace",
+    "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "PutStream", "Session", "Unauthenticated",
+    "UnknownNamespace", "Unsupported", "VersionMismatch", "extra_digest", "fingerprint_folder", "fingerprint_revision",
 ]  # fmt: skip

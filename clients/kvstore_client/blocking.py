@@ -1,6 +1,7 @@
 """The blocking client: the asynchronous one on an event loop of its own, in a thread of its own."""
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Coroutine
 from types import TracebackType
@@ -47,18 +48,27 @@ class Client:
     """As AsyncClient, but every call blocks. Safe to share between threads. Use as a context manager, or call `close`."""
 
     def __init__(
-        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 2, timeout: float = 30.0, name: str = "", token: str = ""
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        connections: int = 2,
+        timeout: float = 30.0,
+        name: str = "",
+        token: str | None = None,
+        tls: ssl.SSLContext | bool | None = None,
     ) -> None:
         self._thread = _LoopThread()
         try:
-            self._client = self._thread.run(self._make(endpoint, connections, timeout, name, token))
+            self._client = self._thread.run(self._make(endpoint, connections, timeout, name, token, tls))
         except BaseException:
             self._thread.stop()
             raise
 
     @staticmethod
-    async def _make(endpoint: str, connections: int, timeout: float, name: str, token: str) -> AsyncClient:
-        client = AsyncClient(endpoint, connections=connections, timeout=timeout, name=name, token=token)
+    async def _make(
+        endpoint: str, connections: int, timeout: float, name: str, token: str | None, tls: ssl.SSLContext | bool | None
+    ) -> AsyncClient:
+        client = AsyncClient(endpoint, connections=connections, timeout=timeout, name=name, token=token, tls=tls)
         return await client.__aenter__()
 
     def __enter__(self) -> "Client":

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -17,6 +18,7 @@ from kvstore.api.wire.messages import (
     NamespaceList,
     NamespaceName,
 )
+from kvstore_client.connection import tls_for
 from kvstore_client.namespace import Namespace
 from kvstore_client.pool import Pool
 
@@ -27,16 +29,26 @@ class AsyncClient:
     """A client of one daemon. Use it as an async context manager, or call `close`.
 
     `connections` carry stripes in parallel. `timeout` (seconds) bounds every call that gives none; when it passes, the
-    call raises DeadlineExceeded. Lost connections are restored with backoff within that time.
+    call raises DeadlineExceeded. Lost connections are restored with backoff within that time. `token` is the bearer token,
+    `KVSTORE_TOKEN` of the environment if not given. An endpoint `tls://HOST:PORT`, or `tls`, asks for TLS: with the context
+    given, or one that trusts the certificates in the file `KVSTORE_TLS_CA`, or the system's.
     """
 
     def __init__(
-        self, endpoint: str = DEFAULT_ENDPOINT, *, connections: int = 2, timeout: float = 30.0, name: str = "", token: str = ""
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        connections: int = 2,
+        timeout: float = 30.0,
+        name: str = "",
+        token: str | None = None,
+        tls: ssl.SSLContext | bool | None = None,
     ) -> None:
         if not 1 <= connections <= 64:
             raise BadRequest(f"{connections} connections: give 1 to 64")
         self.timeout = timeout
-        self._pool = Pool(endpoint, connections, client=name or f"pid {os.getpid()}", token=token)
+        secret = os.environ.get("KVSTORE_TOKEN", "") if token is None else token
+        self._pool = Pool(endpoint, connections, client=name or f"pid {os.getpid()}", token=secret, tls=tls_for(endpoint, tls))
 
     async def __aenter__(self) -> "AsyncClient":
         try:

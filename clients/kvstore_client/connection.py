@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import os
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,12 +14,15 @@ from kvstore.api.wire import (
     PROTOCOL_VERSION,
     SLICES_META,
     BadRequest,
+    Busy,
     Channel,
     ConnectionLost,
     FrameType,
     Header,
     KVStoreError,
     ProtocolError,
+    TlsChannel,
+    client_context,
     encode,
     error_from_code,
     pack,
@@ -29,6 +34,8 @@ from kvstore_client.plan import Stripe
 
 M = TypeVar("M", bound=Message)
 
+TLS_SCHEME = "tls://"
+_HANDSHAKE_S = 10.0
 _QUIET_S = 5.0
 """How long a cancelled fetch waits for the frame that is just arriving in the caller's buffer."""
 
@@ -44,13 +51,22 @@ class Call:
     next_piece: int = 0
 
 
+def tls_for(endpoint: str, tls: ssl.SSLContext | bool | None) -> ssl.SSLContext | None:
+    """The context for an endpoint: one that was given, or the default one if `tls` or the endpoint asks for it. Raises BadRequest."""
+    if not tls and not endpoint.startswith(TLS_SCHEME):
+        return None
+    if endpoint.startswith("unix:"):
+        raise BadRequest(f"there is no TLS on a Unix socket ({endpoint}): its file's permissions guard it")
+    return tls if isinstance(tls, ssl.SSLContext) else client_context(os.environ.get("KVSTORE_TLS_CA"))
+
+
 def parse_endpoint(endpoint: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
-    """`host:port`, `[v6]:port` or `unix:PATH` as a socket family and address. Raises BadRequest."""
+    """`host:port`, `tls://host:port`, `[v6]:port` or `unix:PATH` as a socket family and address. Raises BadRequest."""
     if endpoint.startswith("unix:"):
         return socket.AF_UNIX, endpoint[5:]
-    host, colon, port = endpoint.rpartition(":")
+    host, colon, port = endpoint.removeprefix(TLS_SCHEME).rpartition(":")
     if "/" in host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
-        raise BadRequest(f"endpoint {endpoint!r} is neither HOST:PORT nor unix:PATH of a data plane")
+        raise BadRequest(f"endpoint {endpoint!r} is neither HOST:PORT, tls://HOST:PORT nor unix:PATH of a data plane")
     host = host.strip("[]") or "127.0.0.1"
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
 
@@ -71,14 +87,19 @@ class Connection:
         self.lost: KVStoreError | None = None
 
     @classmethod
-    async def open(cls, endpoint: str, *, session: bytes = b"", client: str = "", token: str = "") -> "Connection":
-        """Connect and shake hands. Raises ConnectionLost, VersionMismatch or NotFound (the session is over)."""
+    async def open(
+        cls, endpoint: str, *, session: bytes = b"", client: str = "", token: str = "", tls: ssl.SSLContext | None = None
+    ) -> "Connection":
+        """Connect and shake hands.
+
+        Raises ConnectionLost, Unauthenticated, Busy (over the quota), VersionMismatch or NotFound (the session is over).
+        """
         family, address = parse_endpoint(endpoint)
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(sock, address)
-            connection = cls(Channel(sock))
+            connection = cls(Channel(sock) if tls is None or isinstance(address, str) else TlsChannel(sock, tls, server_name=address[0]))
             await connection._shake_hands(Hello(versions=[PROTOCOL_VERSION], client=client, token=token, session=session))
         except OSError as error:
             sock.close()
@@ -90,6 +111,11 @@ class Connection:
         return connection
 
     async def _shake_hands(self, hello: Hello) -> None:
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await self._channel.shake_hands()
+        except TimeoutError:
+            raise ConnectionLost("no TLS handshake: does the daemon speak TLS there?") from None
         await self._channel.send(encode(FrameType.HELLO, 0, pack(hello)))
         found = await self._channel.read_header()
         if found is None:
@@ -129,13 +155,19 @@ class Connection:
     ) -> Fetched:  # fmt: skip
         """Fetch a stripe straight into `target`. `arrived` is told of pieces (first index, digests, digests sent).
 
-        Once this returns or raises, nothing more is written into `target`.
+        Waits while the tenant has as much in flight as its quota allows. Once this returns or raises, nothing more is
+        written into `target`.
         """
         payload = b"".join(stripe.blobs) + pack_runs(stripe.runs)
-        call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived)
         message = FetchRequest(namespace=namespace, blobs=len(stripe.blobs), provisional=provisional)
-        _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
-        return unpack(Fetched, meta)
+        while True:
+            call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived)
+            try:
+                _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
+            except Busy as busy:  # said before the first piece
+                await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
+            else:
+                return unpack(Fetched, meta)
 
     async def send_slices(self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview]) -> None:
         """Send consecutive slices of one part of a put; digests are computed on the way. There is no reply: commit tells."""

@@ -26,7 +26,7 @@ from kvstore.api.wire.messages import (
     PutReady,
     PutStart,
 )
-from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items
+from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
@@ -104,10 +104,11 @@ class Match:
         for number, group in enumerate(groups or [wanted]):
             shift, at = (group.layer_lo - wanted.layer_lo) * layer, 0
             for run_first, pages, ranges in self._runs:
+                parts = page_parts(spec, ranges, group) if max(run_first, first) < min(run_first + pages, last) else []
                 for page in range(max(run_first, first), min(run_first + pages, last)):
                     start = at + (page - run_first) * DIGEST_BYTES * len(ranges)
                     ids = [self._ids[start + i * DIGEST_BYTES : start + (i + 1) * DIGEST_BYTES] for i in range(len(ranges))]
-                    found += page_items(spec, ranges, ids, group, (page - first) * size + shift, number)
+                    found += page_items(parts, ids, (page - first) * size + shift, number)
                 at += DIGEST_BYTES * len(ranges) * pages
         return found
 

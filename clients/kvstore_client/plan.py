@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.api.wire import DIGEST_BYTES, BadRequest, Corrupt, KVSpec, PartRange, Piece, Run, SliceLayout, blob_id, cut
 
@@ -10,8 +11,7 @@ MAX_STRIPE = 4 << 20
 LONE_STRIPE = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One run of one blob, and where its segments go in the caller's buffer."""
 
     blob: bytes
@@ -23,8 +23,7 @@ class Item:
     """Which layer group it belongs to: the caller is told when all of a group is there."""
 
 
-@dataclass(frozen=True, slots=True)
-class StripePiece:
+class StripePiece(NamedTuple):
     """One piece of a stripe: its place in the caller's buffer, and which item and slice it is."""
 
     target: int
@@ -80,19 +79,29 @@ def layer_groups(wanted: PartRange, layers: int) -> list[PartRange]:
     ]
 
 
-def page_items(
-    spec: KVSpec, stored: tuple[PartRange, ...], blobs: list[bytes], wanted: PartRange, target: int, group: int = 0
-) -> Iterator[Item]:
-    """The items that fill one page's wanted part at `target`. Raises BadRequest if the stored parts do not cover it."""
-    covered = 0
-    for part, blob in zip(stored, blobs, strict=True):
-        found = sub_range(spec, part, wanted)
-        if found is not None:
-            run, offset, stride = found
-            covered += run.length * run.count
-            yield Item(blob, spec.slice_layout(part), run, target + offset, stride, group)
+class PagePart(NamedTuple):
+    """What a wanted range needs of one stored part of a page: a run of its blob, and where that goes in the wanted part."""
+
+    part: int
+    layout: SliceLayout
+    run: Run
+    target: int
+    target_stride: int
+
+
+def page_parts(spec: KVSpec, stored: tuple[PartRange, ...], wanted: PartRange) -> list[PagePart]:
+    """What fills the wanted part of a page that is stored so. Raises BadRequest if the stored parts do not cover it."""
+    found = [(part, sub_range(spec, stored_part, wanted)) for part, stored_part in enumerate(stored)]
+    parts = [PagePart(part, spec.slice_layout(stored[part]), *needed) for part, needed in found if needed is not None]
+    covered = sum(p.run.length * p.run.count for p in parts)
     if covered != spec.part_bytes(wanted):
         raise BadRequest(f"the stored parts hold {covered} of the {spec.part_bytes(wanted)} bytes of {wanted}")
+    return parts
+
+
+def page_items(parts: list[PagePart], blobs: list[bytes], target: int, group: int = 0) -> list[Item]:
+    """The items that fill one page's wanted part at `target`; `blobs` are those of all its stored parts."""
+    return [Item(blobs[p.part], p.layout, p.run, target + p.target, p.target_stride, group) for p in parts]
 
 
 class FetchPlan:
@@ -176,7 +185,7 @@ def _stripes(items: list[Item], size: int) -> Iterator[Stripe]:
 def _split(item: Item, number: int, size: int) -> Iterator[tuple[Run, list[StripePiece]]]:
     """An item as runs of at most about `size` bytes, cut at slices; a strided run stays as it is."""
     run = item.run
-    pieces = list(cut(run, item.layout))
+    pieces = cut(run, item.layout)
     if run.count > 1:
         targets = [item.target + segment * item.target_stride for segment in range(run.count)]
         yield (

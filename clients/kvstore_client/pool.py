@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -17,13 +18,14 @@ _MAX_BACKOFF_S = 2.0
 class Pool:
     """`size` connections to one endpoint. Callers bound every wait with their own deadline."""
 
-    def __init__(self, endpoint: str, size: int, *, client: str, token: str) -> None:
+    def __init__(self, endpoint: str, size: int, *, client: str, token: str, tls: ssl.SSLContext | None = None) -> None:
         self.endpoint = endpoint
         self.size = size
         self.session = b""
         self.epoch = 0
         self._client = client
         self._token = token
+        self._tls = tls
         self._slots: list[Connection | None] = [None] * size
         self._locks = [asyncio.Lock() for _ in range(size)]
         self._session_lock = asyncio.Lock()
@@ -58,12 +60,15 @@ class Pool:
     async def _open(self) -> Connection:
         async with self._session_lock:
             try:
-                connection = await Connection.open(self.endpoint, session=self.session, client=self._client, token=self._token)
+                connection = await self._connect(self.session)
             except NotFound:
                 self.session = b""  # the daemon was restarted, or all our connections broke: begin anew
-                connection = await Connection.open(self.endpoint, client=self._client, token=self._token)
+                connection = await self._connect(b"")
             self.session, self.epoch = connection.welcome.session, connection.welcome.epoch
             return connection
+
+    async def _connect(self, session: bytes) -> Connection:
+        return await Connection.open(self.endpoint, session=session, client=self._client, token=self._token, tls=self._tls)
 
     def least_busy(self) -> int:
         """The slot whose connection has the fewest requests in flight; open ones are preferred."""

@@ -20,7 +20,7 @@ from kvstore.api.wire import (
     pack_provisional,
 )
 from kvstore.api.wire.messages import Commit, Committed, Empty, Follow, FollowedPut, FollowedPuts, Outcome, PutReady, PutStart
-from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items
+from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.tokens import Extras, with_extras
 from kvstore_client.transfer import Progress, abort_put, fetch_striped, send_striped
@@ -228,7 +228,7 @@ class Follower:
             shift = (group.layer_lo - wanted.layer_lo) * layer
             for page, parts in sources.items():
                 ranges, names = tuple(part for part, _ in parts), [name for _, name in parts]
-                items += page_items(spec, ranges, names, group, (page - first) * size + shift, number)
+                items += page_items(page_parts(spec, ranges, group), names, (page - first) * size + shift, number)
         plan = FetchPlan(
             items, client.pool.size, progress=progress, provisional=True,
             on_group=None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi),

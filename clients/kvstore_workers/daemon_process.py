@@ -40,7 +40,7 @@ class DaemonProcess:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.lines.append(line.rstrip())
-            if found := re.search(r"control plane on (http://\S+)", line):
+            if found := re.search(r"control plane on (https?://\S+)", line):
                 self.http = found[1]
             if found := re.search(r"data plane on (\S+?)(?:, (unix:\S+))?$", line.rstrip()):
                 self.endpoint, self.unix_endpoint = found[1], found[2] or ""
@@ -80,6 +80,10 @@ class DaemonProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         return self.wait_exit(timeout)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """Kill it at once (SIGKILL)."""

@@ -6,17 +6,21 @@ connection, at most `MAX_REQUESTS` at a time. The loop stops reading while there
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvstore import __version__
-from kvstore.api.requests import QUICK, SLOW, Reply
-from kvstore.api.sessions import DEFAULT_TENANT, Session, Sessions
+from kvstore.api.auth import Grant, forbidden
+from kvstore.api.guard import Guard
+from kvstore.api.requests import ACCESS, QUICK, SLOW, Reply, Slow
+from kvstore.api.sessions import Session, Sessions
 from kvstore.api.streaming import receive_slices, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack
 from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
-from kvstore.errors import Cancelled, ConnectionLost, KVStoreError, ProtocolError, VersionMismatch
+from kvstore.errors import Cancelled, ConnectionLost, Forbidden, KVStoreError, ProtocolError, Unauthenticated, VersionMismatch
 from kvstore.store import Store
 
 T = TypeVar("T")
@@ -25,35 +29,55 @@ _log = logging.getLogger("kvstore.connection")
 
 MAX_REQUESTS = 64
 _YIELD_EVERY = 8
-HANDSHAKE_S = 10.0
+_HANDSHAKE_S = 10.0
 LARGE_PAYLOAD = 1 << 20
 """Control payloads over this size are received by a few connections at a time, so that their memory is bounded."""
-FRAME_S = 30.0
-"""How long the rest of a frame may take once its header is there, and a frame to be taken by the client."""
+MAX_HELLO = 8 << 10
+"""Bytes of meta of a HELLO: what somebody unknown can make the daemon read."""
+CLIENT_TIMEOUT_S = 30.0
+"""How long the rest of a frame may take once its first byte is there, and a frame to be taken by the client."""
+
+
+Work = Callable[[], Coroutine[None, None, None]]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that has a task."""
+
+    interruptible: bool
+    task: asyncio.Task[None] | None = None
+    begun: bool = False
+    cancelled: bool = False
+    answering: bool = False
 
 
 class Connection:
     """Serves one socket until the client leaves or breaks the protocol."""
 
-    def __init__(self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore) -> None:
+    def __init__(
+        self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore,
+        guard: Guard, timeout_s: float = CLIENT_TIMEOUT_S,
+    ) -> None:  # fmt: skip
         self.store = store
+        self._timeout_s = timeout_s
         self._large_payloads = large_payloads
         self.endpoint = endpoint
         self.channel = channel
         self.session: Session
+        self.grant: Grant | None = None
+        self._guard = guard
+        self._over: KVStoreError | None = None
         self._sessions = sessions
         self._write_lock = asyncio.Lock()
         self._broken = False
-        self._fetches: set[int] = set()
-        self._cancelled: set[int] = set()
-        self._interruptible: set[int] = set()
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, _Running] = {}
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
     async def serve(self) -> None:
         """Handshake, then frames until the end. Never raises for what a client does."""
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(min(_HANDSHAKE_S, self._timeout_s)):
                 welcomed = await self._handshake()
             if welcomed:
                 try:
@@ -65,14 +89,28 @@ class Connection:
         except ProtocolError as error:
             _log.warning("connection closed: %s", error.message)
             await self._last_words(error)
+        except asyncio.CancelledError:
+            if self._over is None:
+                raise
+            await self._last_words(self._over)
+
+    def expel(self, task: "asyncio.Task[None]") -> None:
+        """End the connection, which `task` serves, because its token is over."""
+        if self._over is None:
+            self._over = Unauthenticated("the token of this connection was removed or changed, or it has expired")
+            task.cancel()
 
     async def _handshake(self) -> bool:
-        first = await self._next_frame()
-        if first is None:
+        await self.channel.shake_hands()
+        found = await self.channel.read_header()
+        if found is None:
             return False
-        header, meta, _ = first
+        header, raw = found
         if header.type is not FrameType.HELLO:
             raise ProtocolError(f"the first frame is HELLO, not {header.type.name}")
+        if header.meta_bytes > MAX_HELLO or header.payload_bytes:
+            raise ProtocolError(f"a HELLO has at most {MAX_HELLO} bytes of meta and no payload")
+        meta, _ = await self.channel.read_body(header, raw)
         hello = unpack(Hello, meta)
         if PROTOCOL_VERSION not in hello.versions:
             await self._error(
@@ -80,8 +118,10 @@ class Connection:
             )
             return False
         try:
-            self.session = self._sessions.join(hello.session, DEFAULT_TENANT, hello.client[:100])
+            self.grant = self._guard.admit(hello.token)
+            self.session = self._sessions.join(hello.session, self.grant.tenant, hello.client[:100])
         except KVStoreError as error:
+            _log.info("a client is refused (%s): %s", error.code, error.message)
             await self._error(header.request, error)
             return False
         welcome = Welcome(
@@ -106,33 +146,44 @@ class Connection:
                         if frames % _YIELD_EVERY == 0:
                             await asyncio.sleep(0)  # a client that never lets the socket run dry must not starve the others
                 finally:
-                    for task in self._running.values():
-                        task.cancel()
-        except* (ConnectionLost, TimeoutError) as lost:
-            raise ConnectionLost(str(lost.exceptions[0])) from None
-        except* ProtocolError as broken:
-            raise broken.exceptions[0] from None
+                    for running in self._running.values():
+                        if running.task is not None:
+                            running.task.cancel()
+        except* (ConnectionLost, TimeoutError, ProtocolError) as ended:  # all in one: two raised here would be a group again
+            broken = [error for error in ended.exceptions if isinstance(error, ProtocolError)]
+            raise broken[0] if broken else ConnectionLost(str(ended.exceptions[0])) from None
 
     async def _next_frame(self) -> tuple[Header, bytes, bytes] | None:
-        found = await self.channel.read_header()
+        if not await self.channel.wait_readable():
+            return None
+        async with asyncio.timeout(self._timeout_s):
+            found = await self.channel.read_header()
         if found is None:
             return None
         header, raw = found
-        async with asyncio.timeout(FRAME_S), AsyncExitStack() as stack:
+        async with AsyncExitStack() as stack:
             if not header.bulk and header.payload_bytes > LARGE_PAYLOAD:
-                await stack.enter_async_context(self._large_payloads)
-            meta, payload = await self.channel.read_body(header, raw)
-            if header.type is FrameType.SLICES:
-                error = await receive_slices(self, header, meta)
-                if error is not None:
-                    await self._error(header.request, error)
+                await stack.enter_async_context(self._large_payloads)  # not on this client's time: others hold it up
+            async with asyncio.timeout(self._timeout_s):
+                meta, payload = await self.channel.read_body(header, raw)
+                if header.type is FrameType.SLICES:
+                    error: KVStoreError | None = self._refusal(header.type)
+                    if error is None:
+                        error = await receive_slices(self, header, meta)
+                    else:
+                        await self.channel.skip(header.payload_bytes + header.trailer_bytes)
+                    if error is not None:
+                        await self._error(header.request, error)
         return header, meta, payload
 
     async def _dispatch(self, group: asyncio.TaskGroup, header: Header, meta: bytes, payload: bytes) -> None:
         kind = header.type
         if kind is FrameType.SLICES:
             return
-        if kind is FrameType.CANCEL:
+        refused = self._refusal(kind)
+        if refused is not None:
+            await self._error(header.request, refused)
+        elif kind is FrameType.CANCEL:
             self._cancel(unpack(Cancel, meta).target)
         elif kind in QUICK:
             message_type, quick = QUICK[kind]
@@ -142,46 +193,63 @@ class Connection:
                 self._fatal_if_protocol(error)
                 await self._error(header.request, error)
         elif kind is FrameType.FETCH:
-            self._fetches.add(header.request)
-            await self._start(group, header, stream_fetch(self, header.request, meta, payload))
+            await self._start(group, header, partial(stream_fetch, self, header.request, meta, payload))
         elif kind in SLOW:
             message_type, slow = SLOW[kind]
-            await self._start(group, header, self._slow(header.request, slow(self, unpack(message_type, meta), payload)))
+            await self._start(group, header, partial(self._slow, header.request, slow, unpack(message_type, meta), payload))
         else:
             raise ProtocolError(f"a {kind.name} frame from a client")
 
+    def _refusal(self, kind: FrameType) -> Forbidden | None:
+        """Why the token does not allow a frame; None if it does. Raises ProtocolError for what no client sends."""
+        needed = ACCESS.get(kind)
+        if needed is None:
+            raise ProtocolError(f"a {kind.name} frame from a client")
+        assert self.grant is not None
+        return None if self.grant.access >= needed else forbidden(self.grant, needed)
+
     def _cancel(self, request: int) -> None:
-        """Stop a request. A fetch that is sending stops before its next frame: half a frame would spoil the connection."""
-        task = self._running.get(request)
-        if task is not None and request in self._fetches and request not in self._interruptible:
-            self._cancelled.add(request)
-        elif task is not None:
-            task.cancel()
+        """Stop a request, once. One that is being answered is done; one that has not begun stops as it begins.
+
+        A fetch that is sending stops before its next frame: half a frame would spoil the connection.
+        """
+        running = self._running.get(request)
+        if running is None or running.cancelled or running.answering:
+            return
+        running.cancelled = True
+        if running.begun and running.interruptible and running.task is not None:
+            running.task.cancel()
 
     @contextmanager
     def interruptible(self, request: int) -> Iterator[None]:
         """While a fetch waits for something that is not its own frame, it can be stopped at once."""
-        if request in self._cancelled:
+        running = self._running[request]
+        if running.cancelled:
             raise Cancelled("the request was cancelled")
-        self._interruptible.add(request)
+        running.interruptible = True
         try:
             yield
         finally:
-            self._interruptible.discard(request)
+            running.interruptible = False
 
-    async def _slow(self, request: int, answer: Coroutine[None, None, Reply]) -> None:
-        await self._send_reply(request, await answer)
+    async def _slow(self, request: int, slow: Slow, message: Message, payload: bytes) -> None:
+        reply = await slow(self, message, payload)
+        self._running[request].answering = True
+        await self._send_reply(request, reply)
 
-    async def _start(self, group: asyncio.TaskGroup, header: Header, work: Coroutine[None, None, None]) -> None:
+    async def _start(self, group: asyncio.TaskGroup, header: Header, work: Work) -> None:
         if header.request in self._running:
-            work.close()
             raise ProtocolError(f"request {header.request} is still under way")
         await self._slots.acquire()
-        self._running[header.request] = group.create_task(self._guarded(header, work), name=f"kvstore-{header.type.name}")
+        self._running[header.request] = running = _Running(interruptible=header.type is not FrameType.FETCH)
+        running.task = group.create_task(self._guarded(header, running, work), name=f"kvstore-{header.type.name}")
 
-    async def _guarded(self, header: Header, work: Coroutine[None, None, None]) -> None:
+    async def _guarded(self, header: Header, running: _Running, work: Work) -> None:
+        running.begun = True
         try:
-            await work
+            if running.cancelled:
+                raise Cancelled("the request was cancelled")
+            await work()
         except asyncio.CancelledError:
             task = asyncio.current_task()
             assert task is not None
@@ -195,8 +263,6 @@ class Connection:
             await self._error(header.request, KVStoreError("the daemon failed at this request; its log says how"))
         finally:
             self._running.pop(header.request, None)
-            self._fetches.discard(header.request)
-            self._cancelled.discard(header.request)
             self._slots.release()
 
     @staticmethod
@@ -215,7 +281,7 @@ class Connection:
     async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
         """Send one DATA frame. Returns the digests computed on the way."""
         async with self._write_lock:
-            if request in self._cancelled:
+            if self._running[request].cancelled:
                 raise Cancelled("the request was cancelled")
             return await self._sent_whole(self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised))
 
@@ -225,7 +291,7 @@ class Connection:
             sending.close()
             raise ConnectionLost("a frame was cut short")
         try:
-            async with asyncio.timeout(FRAME_S):
+            async with asyncio.timeout(self._timeout_s):
                 return await sending
         except (TimeoutError, asyncio.CancelledError) as error:
             self._broken = True
@@ -238,7 +304,7 @@ class Connection:
         message = ErrorReply(code=error.code, message=error.message, retry_after_ms=error.retry_after_ms)
         await self.reply(request, FrameType.ERROR, message)
 
-    async def _last_words(self, error: ProtocolError) -> None:
+    async def _last_words(self, error: KVStoreError) -> None:
         try:
             async with asyncio.timeout(1):
                 await self._error(0, error)

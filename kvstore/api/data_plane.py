@@ -4,14 +4,16 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvstore.api.connection import Connection
+from kvstore.api.connection import CLIENT_TIMEOUT_S, Connection
+from kvstore.api.guard import Guard
 from kvstore.api.sessions import Sessions
-from kvstore.api.wire import Channel
+from kvstore.api.wire import Channel, TlsChannel
 from kvstore.errors import Conflict
 from kvstore.store import Store
 
@@ -22,19 +24,36 @@ _LARGE_PAYLOADS = 16
 
 
 class DataPlane:
-    """Accepts connections until closed. `max_connections` bounds them; one more is closed at once."""
+    """Accepts connections until closed, those over TCP with `tls`. `max_connections` bounds them; one more is closed at once.
 
-    def __init__(self, store: Store, *, max_connections: int = 1024) -> None:
+    `client_timeout_s` bounds how long a client may take over a frame that has begun, in either direction.
+    """
+
+    def __init__(
+        self, store: Store, guard: Guard, *, tls: ssl.SSLContext | None = None, max_connections: int = 1024,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        self._tls = tls
+        self._guard = guard
         self.sessions = Sessions(store)
         self._store = store
         self._max_connections = max_connections
+        self._client_timeout_s = client_timeout_s
         self._connections: set[asyncio.Task[None]] = set()
+        self._serving: dict[Connection, asyncio.Task[None]] = {}
         self._large_payloads = asyncio.Semaphore(_LARGE_PAYLOADS)
 
     @property
     def connection_count(self) -> int:
         """Open connections."""
         return len(self._connections)
+
+    def expel(self) -> None:
+        """Close the connections whose token is over."""
+        for connection, task in list(self._serving.items()):
+            if connection.grant is not None and not self._guard.holds(connection.grant):
+                _log.info("a connection of tenant %s is closed: its token is over", connection.grant.tenant)
+                connection.expel(task)
 
     @asynccontextmanager
     async def listen(self, sockets: list[tuple[socket.socket, str]]) -> AsyncIterator[None]:
@@ -67,12 +86,18 @@ class DataPlane:
             task.add_done_callback(self._connections.discard)
 
     async def _serve(self, sock: socket.socket, endpoint: str) -> None:
-        channel = Channel(sock)
+        plain = self._tls is None or sock.family == socket.AF_UNIX
+        channel = Channel(sock) if plain or self._tls is None else TlsChannel(sock, self._tls)
+        connection = Connection(channel, self._store, self.sessions, endpoint, self._large_payloads, self._guard, self._client_timeout_s)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[connection] = task
         try:
-            await Connection(channel, self._store, self.sessions, endpoint, self._large_payloads).serve()
+            await connection.serve()
         except Exception:  # noqa: BLE001 - a bug in one connection must not end the others
             _log.exception("a connection failed in a way it should not")
         finally:
+            del self._serving[connection]
             channel.close()
 
 

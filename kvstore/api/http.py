@@ -13,11 +13,14 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvstore import __version__
+from kvstore.api.auth import Access
 from kvstore.api.convert import namespace_info, part_runs
 from kvstore.api.data_plane import DataPlane
+from kvstore.api.guard import Guard
 from kvstore.api.metrics import CONTENT_TYPE, render
 from kvstore.api.problems import problem, problems, request_id
-from kvstore.api.sessions import DEFAULT_TENANT
+from kvstore.api.process import process_stat
+from kvstore.api.routes import grant_of, guarded
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import BadRequest, Corrupt
 from kvstore.kvspec import KVSpec, SliceLayout
@@ -64,14 +67,20 @@ class MatchBody(BaseModel):
             raise BadRequest(f"tokens_base64 is not base64: {error}") from error
 
 
+def describe(space: Space) -> dict[str, object]:
+    """A namespace as JSON."""
+    described: dict[str, object] = msgspec.to_builtins(namespace_info(space))
+    return described
+
+
 class ControlPlane:
     """The HTTP application. `ready` is set once the store is loaded, and taken back when the daemon drains."""
 
-    def __init__(self, endpoints: list[str]) -> None:
+    def __init__(self, endpoints: list[str], guard: Guard) -> None:
         self.ready: tuple[Store, DataPlane] | None = None
         self.endpoints = endpoints
         self.started = time.monotonic()
-        self.app = web.Application(middlewares=[problems], client_max_size=MAX_BODY)
+        self.app = web.Application(middlewares=[problems, guarded(guard)], client_max_size=MAX_BODY)
         self.app.add_routes(
             [
                 web.get("/healthz", self._health),
@@ -94,7 +103,7 @@ class ControlPlane:
         return self.ready[0]
 
     def _space(self, request: web.Request) -> Space:
-        return self._store.space(DEFAULT_TENANT, request.match_info["namespace"])
+        return self._store.space(grant_of(request).tenant, request.match_info["namespace"])
 
     # --- health --------------------------------------------------------------------------------------------------------
 
@@ -116,40 +125,59 @@ class ControlPlane:
         return web.Response(body=render(store, self.ready[1]), headers={"Content-Type": CONTENT_TYPE})
 
     async def _stat(self, request: web.Request) -> web.Response:
-        store = self._store
+        store, grant = self._store, grant_of(request)
         assert self.ready is not None
-        return web.json_response(
-            {
-                "version": __version__,
-                "epoch": store.epoch,
-                "uptime_s": round(time.monotonic() - self.started, 3),
-                "endpoints": self.endpoints,
+        data_plane = self.ready[1]
+        found: dict[str, object] = {
+            "version": __version__,
+            "epoch": store.epoch,
+            "uptime_s": round(time.monotonic() - self.started, 3),
+            "endpoints": self.endpoints,
+            "tenant": grant.tenant,
+        }
+        if grant.access >= Access.ADMIN:
+            found |= {
                 "tiers": {name: dataclasses.asdict(usage) for name, usage in store.usage().items()},
+                "dram_segments": dataclasses.asdict(store.dram_segments),
                 "totals": dataclasses.asdict(store.stats),
                 "loading": dataclasses.asdict(store.loading) if store.loading is not None else None,
                 "leases": len(store.leases),
                 "puts_open": store.puts_open,
+                "pending_pages": store.pending_pages,
+                "pinned_blobs": store.pinned_blobs,
                 "writeback_backlog_pages": len(store.backlog),
                 "writeback_backlog_bytes": store.backlog.nbytes,
                 "writeback_backlog_bytes_smoothed": round(store.backlog.smoothed_bytes),
                 "ssd_state": store.ssd_state.as_dict(),
                 "scrub": dataclasses.asdict(store.scrubber.progress),
-                "sessions": len(self.ready[1].sessions),
-                "connections": self.ready[1].connection_count,
-                "namespaces": [msgspec.to_builtins(namespace_info(s)) for s in store.namespaces(DEFAULT_TENANT)],
+                "sessions": len(data_plane.sessions),
+                "connections": data_plane.connection_count,
+                **process_stat(),
+                "namespaces": [describe(s) | {"tenant": s.settings.tenant} for s in store.all_spaces()],
             }
-        )
+        else:
+            sessions, connections = data_plane.sessions.of(grant.tenant)
+            found |= {
+                "tiers": {name: dataclasses.asdict(usage) for name, usage in store.usage_of(grant.tenant).items()},
+                "leases": store.leases.of_tenant(grant.tenant),
+                "puts_open": store.puts_open_of(grant.tenant),
+                "sessions": sessions,
+                "connections": connections,
+                "namespaces": [describe(s) for s in store.namespaces(grant.tenant)],
+            }
+        return web.json_response(found)
 
     # --- namespaces ----------------------------------------------------------------------------------------------------
 
     async def _list(self, request: web.Request) -> web.Response:
-        return web.json_response({"items": [msgspec.to_builtins(namespace_info(s)) for s in self._store.namespaces(DEFAULT_TENANT)]})
+        return web.json_response({"items": [describe(s) for s in self._store.namespaces(grant_of(request).tenant)]})
 
     async def _create(self, request: web.Request) -> web.Response:
         body = NamespaceBody.model_validate_json(await request.read())
-        known = {s.id for s in self._store.namespaces(DEFAULT_TENANT)}
+        tenant = grant_of(request).tenant
+        known = {s.id for s in self._store.namespaces(tenant)}
         settings = NamespaceSettings(
-            tenant=DEFAULT_TENANT,
+            tenant=tenant,
             name=body.name,
             fingerprint=body.fingerprint,
             spec=KVSpec.from_dict(body.spec),
@@ -158,13 +186,11 @@ class ControlPlane:
         )
         space = await self._store.create_namespace(settings)
         status = 200 if space.id in known else 201
-        return web.json_response(
-            msgspec.to_builtins(namespace_info(space)), status=status, headers={"Location": f"/v1/namespaces/{space.id}"}
-        )
+        return web.json_response(describe(space), status=status, headers={"Location": f"/v1/namespaces/{space.id}"})
 
     async def _describe(self, request: web.Request) -> web.Response:
         space = self._space(request)
-        return web.json_response(msgspec.to_builtins(namespace_info(space)) | {"memory_bytes": space.tree.memory()})
+        return web.json_response(describe(space) | {"memory_bytes": space.tree.memory()})
 
     async def _drop(self, request: web.Request) -> web.Response:
         await self._store.drop_namespace(self._space(request))
@@ -218,11 +244,15 @@ class ControlPlane:
         if request.method == "HEAD":
             await response.prepare(request)
             return response
-        held = await self._store.hold(space, row)
+        self._store.quotas.start_fetch(space.settings.tenant, stop - start)
         try:
-            await self._send_blob(request, response, space, held, layout, start, stop)
+            held = await self._store.hold(space, row)
+            try:
+                await self._send_blob(request, response, space, held, layout, start, stop)
+            finally:
+                held.release()
         finally:
-            held.release()
+            self._store.quotas.end(space.settings.tenant, stop - start)
         return response
 
     async def _send_blob(

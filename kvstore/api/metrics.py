@@ -43,7 +43,11 @@ class StoreCollector(Collector):
         for known in SSD_STATES:
             state.add_metric([known], self._store.ssd_state.state == known)
         yield state
+        segments = self._store.dram_segments
         for name, text, value in (
+            ("dram_segments", "DRAM segments", segments.count),
+            ("dram_segment_bytes", "Bytes of DRAM segments, free slots included", segments.reserved),
+            ("dram_segment_held_bytes", "Bytes of DRAM segments that are not empty", segments.held),
             ("loading_pages", "Pages still to come back from the journal, about", _still_loading(self._store)),
             ("scrub_last_pass_seconds", "When the last whole scrub ended, Unix time", self._store.scrubber.progress.last_pass),
             ("leases", "Leases held by clients", len(self._store.leases)),

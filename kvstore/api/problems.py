@@ -24,7 +24,7 @@ def problem(status: int, code: str, detail: str, retry_after_ms: int | None = No
     """A problem+json response; `code` is the same as on the data plane."""
     body: dict[str, object] = {"type": f"urn:kvstore:error:{code}", "title": code.replace("_", " "), "status": status, "detail": detail}
     body |= {"code": code, "request_id": request_id.get()}
-    headers = {}
+    headers = {} if status != 401 else {"WWW-Authenticate": 'Bearer realm="kvstore"'}
     if retry_after_ms is not None:
         body["retry_after_ms"] = retry_after_ms
         headers["Retry-After"] = str(-(-retry_after_ms // 1000))

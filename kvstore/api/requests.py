@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvstore.api.auth import Access
 from kvstore.api.convert import boundary_runs, namespace_info, part_list, part_ranges, part_runs, split_tokens
 from kvstore.api.sessions import Session
 from kvstore.api.wire.frames import FrameType
@@ -227,3 +228,28 @@ SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
     FrameType.DELETE: (Prefix, _delete),
 }
 """Answered by a task each, in any order."""
+
+ACCESS: dict[FrameType, Access] = {
+    FrameType.PING: Access.READ,
+    FrameType.CANCEL: Access.READ,
+    FrameType.NAMESPACE_CREATE: Access.WRITE,
+    FrameType.NAMESPACE_GET: Access.READ,
+    FrameType.NAMESPACE_LIST: Access.READ,
+    FrameType.NAMESPACE_DROP: Access.WRITE,
+    FrameType.MATCH: Access.READ,
+    FrameType.LEASE_RENEW: Access.READ,
+    FrameType.LEASE_RELEASE: Access.READ,
+    FrameType.FETCH: Access.READ,
+    FrameType.PUT: Access.WRITE,
+    FrameType.SLICES: Access.WRITE,
+    FrameType.COMMIT: Access.WRITE,
+    FrameType.ABORT: Access.WRITE,
+    FrameType.FOLLOW: Access.READ,
+    FrameType.OUTCOME: Access.READ,
+    FrameType.PREFETCH: Access.READ,
+    FrameType.PIN: Access.WRITE,
+    FrameType.UNPIN: Access.WRITE,
+    FrameType.ABANDON: Access.WRITE,
+    FrameType.DELETE: Access.WRITE,
+}
+"""What each frame of a client asks for. One that is not here is refused to everybody."""

@@ -2,13 +2,14 @@
 
 import itertools
 import secrets
+from collections import Counter
 from dataclasses import dataclass
 
-from kvstore.errors import NotFound
+from kvstore.errors import Busy, NotFound
 from kvstore.store import Store
 
 SESSION_BYTES = 16
-DEFAULT_TENANT = "default"
+_RETRY_MS = 1000
 
 
 @dataclass(slots=True)
@@ -28,13 +29,20 @@ class Sessions:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._by_id: dict[bytes, Session] = {}
+        self._connections: Counter[str] = Counter()
         self._owners = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def join(self, session_id: bytes, tenant: str, client: str) -> Session:
-        """The session to which a new connection belongs; a fresh one for an empty id. Follow with `leave`."""
+        """The session to which a new connection belongs; a fresh one for an empty id. Follow with `leave`.
+
+        Raises NotFound if the tenant has no such session, and Busy if it has as many connections as its quota allows.
+        """
+        limit = self._store.quotas.of(tenant).connections
+        if limit is not None and self._connections[tenant] >= limit:
+            raise Busy(f"this tenant has {limit} connections open, as many as its quota allows", retry_after_ms=_RETRY_MS)
         if session_id:
             session = self._by_id.get(session_id)
             if session is None or session.tenant != tenant:
@@ -43,11 +51,19 @@ class Sessions:
             session = Session(secrets.token_bytes(SESSION_BYTES), next(self._owners), tenant, client)
             self._by_id[session.id] = session
         session.connections += 1
+        self._connections[tenant] += 1
         return session
+
+    def of(self, tenant: str) -> tuple[int, int]:
+        """How many sessions and connections a tenant has."""
+        return sum(s.tenant == tenant for s in self._by_id.values()), self._connections[tenant]
 
     def leave(self, session: Session) -> None:
         """A connection of the session was closed."""
         session.connections -= 1
+        self._connections[session.tenant] -= 1
+        if not self._connections[session.tenant]:
+            del self._connections[session.tenant]
         if session.connections == 0:
             del self._by_id[session.id]
             self._store.release_owner(session.owner)

@@ -94,6 +94,8 @@ async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: byt
         if run.blob >= message.blobs:
             raise BadRequest(f"a run names blob {run.blob} of {message.blobs}")
     names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
+    tenant, nbytes = space.settings.tenant, sum(run.length * run.count for run in runs)
+    store.quotas.start_fetch(tenant, nbytes)
     sender = _Sender(connection, request, space)
     try:
         if message.provisional:
@@ -103,6 +105,7 @@ async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: byt
         await sender.flush()
     finally:
         sender.release()
+        store.quotas.end(tenant, nbytes)
     store.stats.fetches += 1
     store.stats.fetch_bytes += sender.payload_bytes
     await connection.reply(request, FrameType.FETCHED, Fetched(pieces=sender.pieces_sent, payload_bytes=sender.payload_bytes))

@@ -1,12 +1,14 @@
 """The commands, put together, and what becomes of errors."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvstore import __version__
 from kvstore.cli import data, namespaces, serve, watch
+from kvstore.cli.common import credentials
 from kvstore.errors import KVStoreError
 
 app = typer.Typer(
@@ -32,8 +34,20 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
-    pass
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    token: Annotated[
+        str,
+        typer.Option(
+            envvar="KVSTORE_TOKEN", help="Bearer token, if the daemon wants one; others see it here, so better in the environment."
+        ),
+    ] = "",
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(envvar="KVSTORE_TLS_CA", help="Certificates (PEM) to trust instead of the system's."),
+    ] = None,
+) -> None:
+    credentials.token, credentials.tls_ca = token, tls_ca
 
 
 def main() -> None:

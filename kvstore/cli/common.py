@@ -3,8 +3,10 @@
 import http.client
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,25 +14,49 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from kvstore.api.wire import client_context
 from kvstore.errors import BadRequest, ConnectionLost, error_from_code
+from kvstore_client import Client
 
 DEFAULT_HTTP = "http://127.0.0.1:7420"
 DEFAULT_DATA = "127.0.0.1:7421"
 
 HttpOption = Annotated[str, typer.Option("--http", envvar="KVSTORE_HTTP", help="The daemon's control plane.")]
 EndpointOption = Annotated[
-    str, typer.Option("--endpoint", "-e", envvar="KVSTORE_ENDPOINT", help="The daemon's data plane: HOST:PORT or unix:PATH.")
+    str,
+    typer.Option("--endpoint", "-e", envvar="KVSTORE_ENDPOINT", help="The data plane: HOST:PORT, tls://HOST:PORT or unix:PATH."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TokensOption = Annotated[str, typer.Option("--tokens", "-t", help="Token ids: 1,2,3 or @FILE (.npy, or raw uint32 little-endian).")]
+
+
+@dataclass(slots=True)
+class Credentials:
+    """What the commands show the daemon; set once from the options before the command."""
+
+    token: str = ""
+    tls_ca: Path | None = None
+
+    def tls(self, address: str) -> ssl.SSLContext | None:
+        """For a URL or an endpoint that asks for TLS."""
+        return client_context(self.tls_ca) if address.startswith(("https://", "tls://")) else None
+
+
+credentials = Credentials()
+
+
+def connect(endpoint: str) -> Client:
+    """A client of the data plane."""
+    return Client(endpoint, token=credentials.token, tls=credentials.tls(endpoint))
 
 
 def http_json(base: str, path: str, *, method: str = "GET", body: object | None = None) -> Any:
     """One request to the control plane. Raises the daemon's typed error, or ConnectionLost."""
     data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(base.rstrip("/") + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=30) as response:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {credentials.token}"} if credentials.token else {})
+        request = urllib.request.Request(base.rstrip("/") + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=30, context=credentials.tls(base)) as response:
             raw = response.read()
             return json.loads(raw) if raw else None
     except urllib.error.HTTPError as error:

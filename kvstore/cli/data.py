@@ -8,9 +8,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvstore.cli.common import DEFAULT_DATA, EndpointOption, JsonOption, TokensOption, parse_tokens, print_json, size_text
+from kvstore.cli.common import DEFAULT_DATA, EndpointOption, JsonOption, TokensOption, connect, parse_tokens, print_json, size_text
 from kvstore.errors import BadRequest, NotFound
-from kvstore_client import Client
 
 NamespaceArgument = Annotated[str, typer.Argument(help="Namespace, by name or id.")]
 
@@ -26,7 +25,7 @@ def put(
 ) -> None:
     """Put the whole pages of a prefix; tokens past the last whole page are left out."""
     ids = parse_tokens(tokens)
-    with Client(endpoint) as client:
+    with connect(endpoint) as client:
         space = client.namespace(namespace)
         pages = len(ids) // space.spec.page_tokens
         if not pages:
@@ -53,7 +52,7 @@ def get(
 ) -> None:
     """Fetch the longest prefix that is in the store. Exit code 1 if there is none."""
     ids = parse_tokens(tokens)
-    with Client(endpoint) as client:
+    with connect(endpoint) as client:
         space = client.namespace(namespace)
         with space.match(ids) as match:
             if not match.pages:
@@ -79,7 +78,7 @@ def get(
 def match(namespace: NamespaceArgument, tokens: TokensOption, endpoint: EndpointOption = DEFAULT_DATA, as_json: JsonOption = False) -> None:
     """Say how much of a prefix is in the store, and where. Changes nothing."""
     ids = parse_tokens(tokens)
-    with Client(endpoint) as client:
+    with connect(endpoint) as client:
         space = client.namespace(namespace)
         found = space.match(ids, lease_s=0)
         pages, matched, in_dram = found.pages, found.tokens, found.dram_pages

@@ -19,6 +19,11 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Data plane port, 0 for any [default: 7421].")] = None,
     http_port: Annotated[int | None, typer.Option(help="HTTP port, 0 for any [default: 7420].")] = None,
     unix_socket: Annotated[Path | None, typer.Option(help="Unix socket [default: kvstore.sock in the data directory].")] = None,
+    tokens_file: Annotated[Path | None, typer.Option(help="TOML file of bearer tokens and quotas; see docs/security.md.")] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow another address than loopback without tokens.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM) for both planes.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="Who signs the certificates that clients then need (PEM).")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [default: info].")] = None,
 ) -> None:
     """Run the daemon until SIGTERM or Ctrl-C.
@@ -34,6 +39,11 @@ def serve(
         "port": port,
         "http_port": http_port,
         "unix_socket": unix_socket,
+        "tokens_file": tokens_file,
+        "insecure": insecure,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "tls_client_ca": tls_client_ca,
         "log_level": log_level,
     }
     settings = load_config(flags, config)

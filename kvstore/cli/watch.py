@@ -27,7 +27,7 @@ def status(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None
         print_json(stat)
         return
     Console().print(f"kvstore {stat['version']}, up {stat['uptime_s']:.0f} s, at {', '.join(stat['endpoints'])}")
-    Console().print(_tiers(stat), _namespaces(stat), _totals(stat))
+    Console().print(_tiers(stat), _namespaces(stat), *([_totals(stat)] if "totals" in stat else []))
 
 
 def top(
@@ -43,7 +43,8 @@ def top(
         with Live(console=Console(), refresh_per_second=4) as live:
             while not count or looks < count:
                 now, stat = time.monotonic(), http_json(http, "/v1/stat")
-                live.update(Group(_tiers(stat), _rates(stat, last, now - last_time), _namespaces(stat)))
+                rates = [_rates(stat, last, now - last_time)] if "totals" in stat else []  # without admin access there are none
+                live.update(Group(_tiers(stat), *rates, _namespaces(stat)))
                 last, last_time = stat, now
                 looks += 1
                 if looks != count:

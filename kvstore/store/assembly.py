@@ -18,7 +18,7 @@ from kvstore.radix.tree import EMPTY_PATH, NewPages
 from kvstore.store.pending import Pending
 from kvstore.store.space import Space
 
-MAX_PENDING_PAGES = 1 << 20
+MAX_PENDING_PAGES = 1 << 17
 """Of all computations: each costs some hundred bytes besides its parts."""
 
 

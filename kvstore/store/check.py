@@ -1,5 +1,7 @@
 """Recomputes every invariant of a store at rest: trees, reference counts, DRAM slots. For tests and for `check` commands."""
 
+from collections import Counter
+
 import numpy as np
 
 from kvstore.kvspec import PartRange
@@ -13,13 +15,17 @@ from kvstore.tiers.blobs import NO_SLOT
 
 def check(store: Store) -> None:
     """Raise AssertionError, saying which invariant broke where. Nothing may be under way: no put, no fetch, no write-behind."""
-    used = 0
+    used: Counter[str] = Counter()
     for space in store.all_spaces():
         check_tree(space.tree)
-        used += _check_blobs(store, space)
+        used[space.settings.tenant] += _check_blobs(store, space)
         _check_leases(store, space)
     held = store.usage()["dram"].used
-    assert held == used, f"{held} bytes of DRAM are taken, the blobs account for {used}"
+    assert held == used.total(), f"{held} bytes of DRAM are taken, the blobs account for {used.total()}"
+    for tenant, nbytes in used.items():
+        held = store.usage_of(tenant)["dram"].used
+        assert held == nbytes, f"{held} bytes of DRAM are counted for tenant {tenant}, its blobs account for {nbytes}"
+        assert not store.quotas.in_flight(tenant), f"{store.quotas.in_flight(tenant)} bytes of tenant {tenant} are in flight"
 
 
 def _check_blobs(store: Store, space: Space) -> int:

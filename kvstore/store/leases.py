@@ -135,6 +135,10 @@ class Leases:
         """The leases whose time is over (a list made at call time)."""
         return iter([lease for lease in self._by_id.values() if lease.expires <= now])
 
+    def of_tenant(self, tenant: str) -> int:
+        """How many leases a tenant has."""
+        return sum(lease.space.settings.tenant == tenant for lease in self._by_id.values())
+
     def of_space(self, space: Space) -> list[Lease]:
         """All leases on a namespace."""
         return [lease for lease in self._by_id.values() if lease.space is space]

@@ -87,10 +87,14 @@ def whole_components(spec: KVSpec, ranges: tuple[PartRange, ...]) -> int:
     """The mask of the components of which these parts hold all layers and heads."""
     found = 0
     for index, component in enumerate(spec.components):
-        seen: npt.NDArray[np.bool_] = np.zeros((component.layers, component.kv_heads), np.bool_)
-        for part in ranges:
-            if part.component == index:
-                seen[part.layer_lo : part.layer_hi, part.head_lo : part.head_hi] = True
+        mine = [part for part in ranges if part.component == index]
+        # Between the parts' edges only: a spec may have more layers and heads than there is memory to mark them in.
+        layers = sorted({0, component.layers, *(edge for part in mine for edge in (part.layer_lo, part.layer_hi))})
+        heads = sorted({0, component.kv_heads, *(edge for part in mine for edge in (part.head_lo, part.head_hi))})
+        seen: npt.NDArray[np.bool_] = np.zeros((len(layers) - 1, len(heads) - 1), np.bool_)
+        for part in mine:
+            rows = slice(layers.index(part.layer_lo), layers.index(part.layer_hi))
+            seen[rows, heads.index(part.head_lo) : heads.index(part.head_hi)] = True
         found |= int(seen.all()) << index
     return found
 

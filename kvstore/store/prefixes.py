@@ -15,8 +15,6 @@ from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT
 
 _AT_ONCE = 4
-_PINNED_BY = 0
-"""Pins belong to their tenant, not to a client: they have one owner among leases, which never dies."""
 
 
 class Prefixes:
@@ -26,7 +24,12 @@ class Prefixes:
         self._residency = residency
         self._writeback = writeback
         self._pins = pins
+        self._owners: dict[str, int] = {}
         self._use = use
+
+    def _owner(self, space: Space) -> int:
+        """Pins belong to their tenant, not to a client: an owner among leases that never dies, with a bound of its own."""
+        return self._owners.setdefault(space.settings.tenant, len(self._owners))
 
     async def prefetch(self, space: Space, path: Path, rows: list[int]) -> tuple[int, int]:
         """Bring blobs of a path up into DRAM, a few at a time, and count it as a use. Returns blobs and stored bytes brought up.
@@ -59,11 +62,11 @@ class Prefixes:
         if not path.pages:
             raise NotFound("nothing of this prefix is in the store: there is nothing to pin")
         self._use(space, path)
-        return self._pins.grant(_PINNED_BY, space, [path], time.monotonic(), ttl_s)
+        return self._pins.grant(self._owner(space), space, [path], time.monotonic(), ttl_s)
 
     def unpin(self, space: Space, pin: int) -> None:
         """End a pin of this namespace."""
-        lease = self._pins.get(_PINNED_BY, pin)
+        lease = self._pins.get(self._owner(space), pin)
         if lease.space is not space:
             raise NotFound(f"lease {pin} does not exist: it was released, or it expired")
         self._pins.release(lease)

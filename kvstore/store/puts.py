@@ -6,6 +6,7 @@ put under way and read what has arrived, provisionally.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -90,6 +91,8 @@ class Put:
         self._followed_rows: list[int] = []
         self._progress = asyncio.Event()
         self._error: KVStoreError | None = None
+        self.ended: Callable[[], None] | None = None
+        """Called once when the put ends, however it does."""
 
     @property
     def anchor(self) -> bytes | None:
@@ -269,6 +272,8 @@ class Put:
             return
         self.closed, self.committed = True, committed
         self.settled.set()
+        if self.ended is not None:
+            self.ended()
         self._tell_followers()
         if self._anchor is not None and not self.space.dropped:
             self.space.tree.unpin(self._anchor)

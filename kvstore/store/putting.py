@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, NO_EXTRA, page_key
-from kvstore.errors import BadRequest, Busy, KVStoreError, MissingParent, NoSpace, NotFound, UnknownNamespace
+from kvstore.errors import BadRequest, Busy, Cancelled, KVStoreError, MissingParent, NoSpace, NotFound, UnknownNamespace
 from kvstore.radix.tree import EMPTY_PATH, Path
 from kvstore.store.assembly import MAX_PENDING_PAGES, Assemblies, Assembly
 from kvstore.store.pending import overlap, whole_components
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_parts
+from kvstore.store.quotas import Quotas
 from kvstore.store.residency import Residency
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
@@ -24,6 +25,8 @@ MAX_PUT_PAGES = 4096
 MAX_OPEN_PUTS = 1024
 """Each holds the tokens of its pages, so their number is bounded."""
 _YIELD_EVERY = 256
+_LATEST = (1 << 32) - 1
+"""The last date that a record can hold."""
 
 
 class Puts:
@@ -31,7 +34,7 @@ class Puts:
 
     def __init__(
         self, arena: Arena, residency: Residency, writeback: Writeback, stats: Stats, use: Callable[[Space, Path], None], idle_s: float,
-        footprint: Callable[[int], int], ssd_bytes: int,
+        footprint: Callable[[int], int], ssd_bytes: int, quotas: Quotas,
     ) -> None:  # fmt: skip
         self.assemblies = Assemblies()
         self._arena = arena
@@ -42,6 +45,7 @@ class Puts:
         self._idle_s = idle_s
         self._footprint = footprint
         self._ssd_bytes = ssd_bytes
+        self._quotas = quotas
         self._open: dict[int, Put] = {}
         self._went_on = asyncio.Event()
         self._opened = asyncio.Event()
@@ -52,6 +56,10 @@ class Puts:
     def of_space(self, space: Space) -> list[Put]:
         """The puts to a namespace."""
         return [put for put in self._open.values() if put.space is space]
+
+    def of_tenant(self, tenant: str) -> int:
+        """How many puts a tenant has under way."""
+        return sum(put.space.settings.tenant == tenant for put in self._open.values())
 
     def of_put_id(self, space: Space, put_id: bytes) -> list[Put]:
         """The puts of one computation."""
@@ -66,7 +74,7 @@ class Puts:
         """
         if len(self._open) >= MAX_OPEN_PUTS:
             self._stats.puts_busy += 1
-            raise Busy(f"{MAX_OPEN_PUTS} puts are under way", retry_after_ms=100)
+            raise Busy("too many puts are under way", retry_after_ms=100)
         if space.loading:
             self._stats.puts_busy += 1
             raise Busy(f"namespace {space.settings.name!r} is still being loaded: it can be read, and written to soon", retry_after_ms=500)
@@ -84,7 +92,7 @@ class Puts:
             await self._name_pages(put, path, slots)
             self._check_parent(put, path)
             wanted = self._wanted(put, space.tree.pages.components[self._slots_now(put)])
-            self._check_size(put, wanted)
+            self._count_in_flight(put, self._check_size(put, wanted))
             put.want(wanted)
             sizes = put.stored_sizes
             for page, part in put.wanted_cells():
@@ -118,7 +126,7 @@ class Puts:
                     raise BadRequest(f"{part} overlaps with {other}, which another shard brings under this put id")
         alone = whole_components(space.spec, request.ranges) & space.tree.rules.required == space.tree.rules.required
         if not alone and self.assemblies.pages + pages > MAX_PENDING_PAGES:
-            raise Busy(f"{self.assemblies.pages} pages wait for other shards", retry_after_ms=1000)
+            raise Busy("too many pages wait for other shards", retry_after_ms=1000)
 
     async def _name_pages(self, put: Put, path: Path, slots: npt.NDArray[np.int32]) -> None:
         """Compute the keys of the put's pages, and of those before them that are not in the tree."""
@@ -170,10 +178,18 @@ class Puts:
         wanted[: len(existing)] &= ~has & ((bits & required) == 0)
         return wanted & ~self.assemblies.present(put.space, put.request.put_id, put.first_page, put.keys, ranges)
 
-    def _check_size(self, put: Put, wanted: npt.NDArray[np.bool_]) -> None:
-        """A put that can never fit is refused at once."""
+    def _count_in_flight(self, put: Put, nbytes: int) -> None:
+        """From now until it ends, what the put takes in DRAM is in flight. Raises Busy or NoSpace by the tenant's quota."""
+        if put.closed:
+            raise Cancelled(f"put {put.handle} has ended")
+        tenant = put.space.settings.tenant
+        self._quotas.start_put(tenant, nbytes)
+        put.ended = lambda: self._quotas.end(tenant, nbytes)
+
+    def _check_size(self, put: Put, wanted: npt.NDArray[np.bool_]) -> int:
+        """A put that can never fit is refused at once. Returns the bytes it takes in DRAM."""
         cells = wanted.sum(axis=0).tolist()
-        needed = sum(n * Arena.slot_class("", size).slot_bytes for n, size in zip(cells, put.stored_sizes, strict=True))
+        needed: int = sum(n * Arena.slot_class("", size).slot_bytes for n, size in zip(cells, put.stored_sizes, strict=True))
         if needed > self._arena.capacity:
             raise NoSpace(
                 f"a put of {needed} bytes does not fit into a DRAM tier of {self._arena.capacity}: "
@@ -182,6 +198,7 @@ class Puts:
         on_disk = sum(n * self._footprint(size) for n, size in zip(cells, put.stored_sizes, strict=True))
         if put.request.ack is Ack.DURABLE and on_disk > self._ssd_bytes:
             raise NoSpace(f"a durable put of {on_disk} bytes does not fit into an SSD tier of {self._ssd_bytes}")
+        return needed
 
     # --- ending --------------------------------------------------------------------------------------------------------
 
@@ -266,7 +283,7 @@ class Puts:
         if space.settings.retention_s:  # whole seconds, rounded so that it is never short of what was promised
             slots = space.tree.path_slots(space.tree.path_to(slot))
             retain = space.tree.pages.retain
-            retain[slots] = np.maximum(retain[slots], int(time.time()) + 2 + space.settings.retention_s)
+            retain[slots] = np.maximum(retain[slots], min(int(self._writeback.now()) + 2 + space.settings.retention_s, _LATEST))
         return True
 
     async def _promise(self, space: Space, key: bytes) -> None:

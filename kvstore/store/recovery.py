@@ -43,12 +43,15 @@ class LoadProgress:
 class Recovery:
     """Loads every namespace. A record that does not verify costs its subtree; a damaged file is salvaged and read again."""
 
-    def __init__(self, journal: Journal, writeback: Writeback, readers: Executor, writer: Executor, stats: Stats) -> None:
+    def __init__(
+        self, journal: Journal, writeback: Writeback, readers: Executor, writer: Executor, stats: Stats, not_before: Callable[[float], None]
+    ) -> None:
         self._journal = journal
         self._writeback = writeback
         self._readers = readers
         self._writer = writer
         self._stats = stats
+        self._not_before = not_before
         self._spaces: list[Space] = []
         self._expected = 0
 
@@ -119,6 +122,8 @@ class Recovery:
         async for batch in self._scan(space):
             groups += batch.groups
             bad += batch.bad
+        for group in groups:
+            self._not_before(float(group.head["created_ms"].max()) / 1000)
         if bad:
             self._stats.corrupt_records += len(bad)
             _log.error("namespace %s: %d page records do not verify: dropped", space.id, len(bad))

@@ -7,19 +7,24 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from kvstore.errors import Busy, Corrupt, DiskFailing, NoSpace, NotFound
+from kvstore.errors import Busy, Corrupt, DiskFailing, KVStoreError, NoSpace, NotFound
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
+from kvstore.store.quotas import Quotas, room_to_make
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
+from kvstore.store.vacate import Vacator
+from kvstore.store.waits import finish_despite_cancel
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT
-from kvstore.tiers.dram import Arena, SlotClass, create_segment
+from kvstore.tiers.dram import Arena, Room, SlotClass, make_segment
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.watermarks import Watermarks
 
 _log = logging.getLogger("kvstore.mover")
 _STAGING_BLOBS = 4
 _ROOM_POLL_S = 0.05
+_IDLE_S = 20.0
+"""A segment that has been empty for this long to twice as long is given back."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +48,7 @@ class Residency:
 
     def __init__(
         self, arena: Arena, blob_file: BlobFile, readers: Executor, spaces: Callable[[], Iterable[Space]],
-        stats: Stats, watermarks: Watermarks, wait_s: float,
+        stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
@@ -52,6 +57,9 @@ class Residency:
         self._stats = stats
         self._watermarks = watermarks
         self._wait_s = wait_s
+        self._vacator = vacator
+        self._quotas = quotas
+        self._own_room: dict[str, asyncio.Task[None]] = {}
         self._demand = 0
         self._wake = asyncio.Event()
         self._room = asyncio.Condition()
@@ -71,57 +79,103 @@ class Residency:
         slot_class = Arena.slot_class(space.settings.tenant, nbytes)
         if slot_class.slot_bytes > self._arena.capacity:
             raise NoSpace(f"{nbytes} bytes do not fit into a DRAM tier of {self._arena.capacity}")
-        slot = self._arena.allocate(slot_class)
+        self._vacator.asked(slot_class.slot_bytes)
+        slot = self._take(slot_class)
         if slot is None:
             slot = await self._wait_for_slot(slot_class, self._wait_s if wait_s is None else wait_s)
         if self._watermarks.above_high(self._arena.usage()):
             self._wake.set()
+        else:
+            self._vacator.keep_headroom()
         return slot
+
+    def _take(self, slot_class: SlotClass) -> int | None:
+        return None if self._over_quota(slot_class) else self._arena.allocate(slot_class)
+
+    def _over_quota(self, slot_class: SlotClass) -> int:
+        """Bytes that the tenant must give up before it may have another slot."""
+        tenant = slot_class.tenant
+        return room_to_make(self._quotas.of(tenant).dram, self._arena.used_by(tenant), slot_class.slot_bytes)
 
     async def _wait_for_slot(self, slot_class: SlotClass, wait_s: float) -> int:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        self._demand += slot_class.slot_bytes
+        demand = 0
         try:
             while True:
-                if (slot := self._arena.allocate(slot_class)) is not None:
+                if (slot := self._take(slot_class)) is not None:
                     return slot
-                if await self._grow(slot_class):
+                over = self._over_quota(slot_class)
+                if not over and await self._find_room(slot_class, max(0.0, deadline - loop.time()), evicting=demand > 0):
                     continue
                 if loop.time() >= deadline:
-                    usage = self._arena.usage()
-                    raise Busy(
-                        f"no DRAM free for {slot_class.slot_bytes} bytes ({usage.used} of {usage.capacity} in use)",
-                        retry_after_ms=max(50, int(1000 * wait_s)),
-                    )
-                self._wake.set()
-                # In steps: room also comes from leases that end and puts that are dropped, which announce nothing.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_ROOM_POLL_S), self._room:
-                        await self._room.wait()
+                    why = f"no DRAM free for {slot_class.slot_bytes} bytes" + (" within this tenant's quota" if over else "")
+                    raise Busy(why, retry_after_ms=max(50, int(1000 * wait_s)))
+                wanted = 0 if over else slot_class.slot_bytes  # who is over its quota makes nobody else's pages go
+                self._demand += wanted - demand
+                demand = wanted
+                if over:
+                    self._make_own_room(slot_class.tenant, over)
+                else:
+                    self._wake.set()
+                await self._room_or_pause()
         finally:
-            self._demand -= slot_class.slot_bytes
+            self._demand -= demand
 
-    async def _grow(self, slot_class: SlotClass) -> bool:
+    async def _room_or_pause(self) -> None:
+        """Wait for word of room, in steps: it also comes from leases that end and puts that are dropped, which announce nothing."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ROOM_POLL_S), self._room:
+                await self._room.wait()
+
+    def _make_own_room(self, tenant: str, wanted: int) -> None:
+        """A tenant over its quota gives up its own coldest pages, never another's. In the background; one at a time."""
+        if tenant not in self._own_room:
+            task = asyncio.create_task(self._reclaim_own(tenant, wanted), name=f"kvstore-quota {tenant}")
+            self._own_room[tenant] = task
+            task.add_done_callback(lambda _: self._own_room.pop(tenant, None))
+
+    async def _reclaim_own(self, tenant: str, wanted: int) -> None:
+        try:
+            await self._reclaim(wanted, tenant)
+            await self.announce_room()
+        except KVStoreError as error:
+            _log.warning("no room made within the quota of tenant %s: %s", tenant, error.message)
+
+    async def _find_room(self, slot_class: SlotClass, wait_s: float, *, evicting: bool) -> bool:
+        """Get room for more slots without evicting anything. Returns whether it is worth to try for a slot again.
+
+        Above the high mark blobs are moved only if evicting did not help: the mover is about to free more than a slot.
+        """
+        if await self._grow(slot_class, whole=True):
+            return True
+        full = self._watermarks.above_high(self._arena.usage())
+        if wait_s and (evicting or not full) and await self._vacator.make_room(slot_class.slot_bytes, wait_s):
+            return True
+        return await self._grow(slot_class)
+
+    async def _grow(self, slot_class: SlotClass, *, whole: bool = False) -> bool:
         """Add a segment, if there is room for one. Callers that want the same kind share one."""
         task = self._growing.get(slot_class)
         if task is None:
-            slots = self._arena.reserve_segment(slot_class)
-            if not slots:
+            room = self._arena.reserve_segment(slot_class, whole=whole)
+            if room is None:
                 return False
-            task = asyncio.create_task(self._add_segment(slot_class, slots))
-            self._growing[slot_class] = task
-            task.add_done_callback(lambda _: self._growing.pop(slot_class, None))
+            task = self._growing[slot_class] = asyncio.create_task(self._add_segment(room))
         await asyncio.shield(task)
         return True
 
-    async def _add_segment(self, slot_class: SlotClass, slots: int) -> None:
+    async def _add_segment(self, room: Room) -> None:
         try:
-            segment = await asyncio.to_thread(create_segment, slot_class, slots)  # not behind reads that wait for a disk
+            segment = await asyncio.to_thread(make_segment, room)  # not behind reads that wait for a disk
         except OSError as error:
-            self._arena.cancel_segment(slot_class, slots)
-            raise NoSpace(f"the machine has no memory for a segment of {slots * slot_class.slot_bytes} bytes: {error}") from error
-        self._arena.add_segment(segment)
+            self._arena.cancel_segment(room)
+            raise NoSpace(f"the machine has no memory for a segment of {room.nbytes} bytes: {error}") from error
+        else:
+            self._arena.add_segment(room, segment)
+        finally:
+            # Here and not in a callback: who finds the task done, and its slots gone, must not wait for it once more, for ever.
+            self._growing.pop(room.slot_class, None)
 
     async def announce_room(self) -> None:
         """Slots were freed: let those who wait try again."""
@@ -133,7 +187,7 @@ class Residency:
     def hold_resident(self, space: Space, row: int) -> "Held | None":
         """Pin a blob that is in DRAM; None if it is not."""
         slot = int(space.blobs.slot[row])
-        if slot == NO_SLOT:
+        if slot == NO_SLOT or row in space.spoiled:
             return None
         space.pin(row)
         return Held(space, row, self._arena.view(slot)[: space.stored_bytes(row)])
@@ -145,6 +199,8 @@ class Residency:
         """
         space.pin(row)
         try:
+            if row in space.spoiled:
+                return await self._stage(space, row)
             if space.blobs.slot[row] == NO_SLOT:
                 try:
                     await self._promote(space, row)
@@ -167,9 +223,14 @@ class Residency:
         if loading is None:
             task = asyncio.ensure_future(self._load(space, row))
             self._loading[name] = task
-            task.add_done_callback(lambda _: self._loading.pop(name, None))
+            task.add_done_callback(lambda done: self._loaded(name, done))
             loading = task
         await asyncio.shield(loading)
+
+    def _loaded(self, name: tuple[int, int], done: "asyncio.Future[None]") -> None:
+        self._loading.pop(name, None)
+        if not done.cancelled():
+            done.exception()  # seen: those who waited for it may all be gone
 
     async def _load(self, space: Space, row: int) -> None:
         space.pin(row)
@@ -200,7 +261,7 @@ class Residency:
         )
         try:
             # Shielded: the thread writes into `target` until it is done, so the slot must not be freed before.
-            await _finish_despite_cancel(read)
+            await finish_despite_cancel(read)
         except NotFound as error:
             self._stats.corrupt_blobs += isinstance(error, Corrupt)
             _log.error("dropping the pages of a lost blob: %s", error.message)
@@ -222,12 +283,11 @@ class Residency:
         return Held(space, row, target, self._staging)
 
     def discard_bad_copy(self, space: Space, row: int) -> None:
-        """A DRAM copy did not verify: drop it. Without another copy on SSD the pages that need it go too."""
+        """A DRAM copy did not verify: drop it, once nobody has it in use. Without another on SSD the pages that need it go too."""
         self._stats.corrupt_blobs += 1
         _log.error("a DRAM copy of blob %s did not verify, dropping it", space.blobs.id_of(row).hex())
         if space.blobs.on_ssd[row]:
-            if space.blobs.pins[row] <= 1:
-                space.clear_slot(row)
+            space.spoil(row)
         else:
             space.lose_blob(row)
         self.writeback.poke()
@@ -235,27 +295,39 @@ class Residency:
     @property
     def moving(self) -> bool:
         """Whether the mover is at work, or about to be."""
-        return self._moving or self._wake.is_set()
+        return self._moving or self._wake.is_set() or self._vacator.busy
 
     # --- the mover -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Demote and free the coldest pages whenever usage passes the high mark, down to the low one."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            self._moving = True
-            while (wanted := self._watermarks.excess(self._arena.usage(), self._demand)) > 0:
-                freed = await self._reclaim(wanted)
-                await self.announce_room()
-                await asyncio.sleep(0.001)  # those who wait take their slots before anything more is evicted
-                if freed <= 0:
-                    break
-            self._moving = False
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(_IDLE_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    await self._vacator.give_back(self._arena.retire_idle())
+                    continue
+                await self._run_once()
+        finally:
+            await self._vacator.stop()
 
-    async def _reclaim(self, wanted: int) -> int:
+    async def _run_once(self) -> None:
+        self._wake.clear()
+        self._moving = True
+        while (wanted := self._watermarks.excess(self._arena.usage(), self._demand)) > 0:
+            freed = await self._reclaim(wanted)
+            await self.announce_room()
+            await asyncio.sleep(0.001)  # those who wait take their slots before anything more is evicted
+            if freed <= 0:
+                break
+        self._moving = False
+        self._vacator.keep_headroom()
+
+    async def _reclaim(self, wanted: int, tenant: str | None = None) -> int:
         freed, pending = 0, []
-        for unit in dram_victims(list(self._spaces()), wanted, only_written=not self.writeback.state.ok):
+        for unit in dram_victims(self._of(tenant), wanted, only_written=not self.writeback.state.ok):
             slot = unit.space.tree.pages.find_key(unit.key)
             if slot >= 0 and unit.space.is_durable(slot):
                 freed += free_dram(unit)
@@ -292,30 +364,16 @@ class Residency:
                 drop(unit)
         return before - self._arena.usage().used
 
-    def make_ssd_room(self, wanted: int, now: float) -> int:
-        """Give up the coldest unprotected pages on SSD. Returns the bytes that the next commit will free."""
+    def _of(self, tenant: str | None) -> list[Space]:
+        """The namespaces of a tenant, or of all."""
+        return [space for space in self._spaces() if tenant is None or space.settings.tenant == tenant]
+
+    def make_ssd_room(self, wanted: int, now: float, tenant: str | None = None) -> int:
+        """Give up the coldest unprotected pages on SSD (of a tenant, if given). Returns the bytes that the next commit will free."""
         freed = 0
-        spaces = sorted((s for s in self._spaces() if not s.loading), key=lambda s: s.blobs.count, reverse=True)
+        spaces = sorted((s for s in self._of(tenant) if not s.loading), key=lambda s: s.blobs.count, reverse=True)
         for space in spaces:
             if freed >= wanted:
                 break
             freed += evict_ssd(space, wanted - freed, now, self._blob_file.footprint)
         return freed
-
-
-async def _finish_despite_cancel(future: "asyncio.Future[None]") -> None:
-    """Await a future that can't be interrupted; a cancellation takes effect only once it is done."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError as error:
-            if future.cancelled():
-                raise
-            cancelled = error
-        except Exception:  # noqa: BLE001 - raised by future.result() below
-            break
-    if cancelled is not None:
-        future.exception()
-        raise cancelled
-    future.result()

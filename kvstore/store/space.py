@@ -27,6 +27,9 @@ WANTED = 2
 """Page flag: part of a batch being put together, so not to be evicted from SSD to make room for it."""
 ALL = 0xFFFF
 """The mask of all components."""
+OWNER_SHIFT = 32
+OWNER_ROW = (1 << OWNER_SHIFT) - 1
+"""A DRAM slot's owner, as the arena notes it: the namespace's number, then the blob's row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ class Space:
         self.end_holds: Callable[[Space, int], None]
         """Set by the store: shorten the leases, and end the puts, that hold the page in a slot or one below it."""
         self.resident_bytes = 0
+        self.spoiled: set[int] = set()
+        """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""
         self._arena = arena
         self._trash = trash
         self.stats = stats
@@ -116,6 +121,11 @@ class Space:
     def record(self) -> NamespaceRecord:
         """The journal's record of this namespace."""
         return NamespaceRecord(self.number, self.digest, self.settings.to_dict())
+
+    def ssd_bytes(self, extent_bytes: int) -> int:
+        """Bytes of the extents that the namespace's blobs take up on SSD. Looks at every blob."""
+        stored = self.blobs.stored_of(np.flatnonzero(self.blobs.on_ssd[: self.blobs.slots.high]).astype(np.int32))
+        return int((-(-stored // extent_bytes)).sum()) * extent_bytes
 
     # --- rows of the blob table ---------------------------------------------------------------------------------------
 
@@ -130,6 +140,7 @@ class Space:
     def set_slot(self, row: int, slot: int) -> None:
         """Record that a blob is in a DRAM slot."""
         self.blobs.slot[row] = slot
+        self._arena.set_owner(slot, self.number << OWNER_SHIFT | row)
         self.resident_bytes += self._arena.slot_bytes(slot)
 
     def clear_slot(self, row: int) -> int:
@@ -140,8 +151,14 @@ class Space:
         freed = self._arena.slot_bytes(slot)
         self._arena.free(slot)
         self.blobs.slot[row] = NO_SLOT
+        self.spoiled.discard(row)
         self.resident_bytes -= freed
         return freed
+
+    def spoil(self, row: int) -> None:
+        """The DRAM copy of a blob that is on SSD is bad: nobody gets it any more, and it goes with the last who has it."""
+        self.spoiled.add(row)
+        self.settle(row)
 
     def pin(self, row: int) -> None:
         """Keep a blob's bytes where they are until `unpin`."""
@@ -157,6 +174,8 @@ class Space:
         blobs = self.blobs
         if blobs.pins[row]:
             return
+        if row in self.spoiled:
+            self.clear_slot(row)
         elsewhere = blobs.slot[row] != NO_SLOT or not blobs.pages[row]
         if blobs.on_ssd[row] and not blobs.durable_pages[row] and elsewhere:
             blobs.on_ssd[row] = False

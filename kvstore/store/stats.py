@@ -24,6 +24,8 @@ class Stats:
     demoted_stored_bytes: int = 0
     promoted_blobs: int = 0
     promoted_stored_bytes: int = 0
+    moved_blobs: int = 0
+    moved_stored_bytes: int = 0
     evicted_dram_pages: int = 0
     evicted_ssd_pages: int = 0
     dropped_pages: int = 0

@@ -7,6 +7,7 @@ block is in two bounded executors.
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -17,10 +18,12 @@ import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import BadRequest, Conflict, KVStoreError, MissingParent, NotFound, UnknownNamespace
+from kvstore.lmdb_files import DATA_FILE
 from kvstore.radix.journal import Journal
 from kvstore.radix.pages import DURABLE
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
 from kvstore.store.backlog import Backlog
+from kvstore.store.clock import Clock
 from kvstore.store.datadir import DataDir
 from kvstore.store.following import Following
 from kvstore.store.leases import MAX_PIN_S, Lease, Leases
@@ -29,16 +32,20 @@ from kvstore.store.pending import Pending
 from kvstore.store.prefixes import Prefixes, rows_to_load
 from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
+from kvstore.store.quotas import Quota, Quotas, SsdBudget
 from kvstore.store.recovery import LoadProgress, Recovery
 from kvstore.store.residency import Held, Residency
 from kvstore.store.scrub import Scrubber
 from kvstore.store.space import NamespaceSettings, Space, Trash
+from kvstore.store.spaces import Spaces
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
+from kvstore.store.vacate import Vacator
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
-from kvstore.tiers.dram import Arena
+from kvstore.tiers.dram import Arena, SegmentUsage
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES, BlobFile
+from kvstore.tiers.vacating import MoveBudget
 from kvstore.tiers.watermarks import Watermarks
 
 _log = logging.getLogger("kvstore.store")
@@ -71,9 +78,11 @@ class StoreConfig:
     segment_bytes: int = 64 << 20
     extent_bytes: int = DEFAULT_EXTENT_BYTES
     reader_threads: int = 4
+    move_share: float = 0.5
     journal_bytes: int = 16 << 30
     serve_while_loading: bool = False
     """Open before all pages are back from the journal; `Store.loading` says how far it is."""
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +117,9 @@ class Store:
         """Whether a write did not end when the store was closed; then a thread is left that only the end of the process ends."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
-        self._spaces: dict[str, Space] = {}
+        self._clock = Clock()
+        self._spaces = Spaces()
+        self.quotas = Quotas(config.quotas)
         self._trash = Trash()
         self._tick = 0
         self._next_number = 1
@@ -126,7 +137,8 @@ class Store:
             await loop.run_in_executor(self._writer, self._open_files)
             self._wire_up()
             spaces, self._next_number = await self._recovery.find(self._new_space)
-            self._spaces.update((space.id, space) for space in spaces)
+            for space in spaces:
+                self._spaces.add(space)
         except BaseException:
             self._dir.close()
             self._writer.shutdown(wait=False)
@@ -157,6 +169,8 @@ class Store:
             self.died.set()
 
     def _open_files(self) -> None:
+        if (journal := self._dir.journal / DATA_FILE).exists():  # until its records say it better
+            self._clock.not_before(journal.stat().st_mtime)
         self._journal = Journal(self._dir.journal, self.config.journal_bytes)
         self._blob_file = BlobFile(self._dir.blobs, self.config.ssd_bytes, self.config.extent_bytes)
         usage = self._blob_file.usage()
@@ -169,12 +183,15 @@ class Store:
 
     def _wire_up(self) -> None:
         config = self.config
+        budget = MoveBudget(config.move_share, config.dram_bytes // 20, config.dram_bytes // 8)
         self._residency = Residency(
-            self._arena, self._blob_file, self._readers, self._spaces.values, self.stats, config.watermarks, config.put_wait_s
-        )
+            self._arena, self._blob_file, self._readers, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
+            Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas,
+        )  # fmt: skip
         self._writeback = Writeback(
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
-            lambda wanted: self._residency.make_ssd_room(wanted, time.time()), self._arena.view, config.batch_bytes,
+            lambda wanted, tenant: self._residency.make_ssd_room(wanted, self._clock.now(), tenant), self._arena.view, config.batch_bytes,
+            self._clock.now, lambda make_room: SsdBudget(self.quotas, self._ssd_used_by, make_room),
             config.durable_wait_s,
         )  # fmt: skip
         self._residency.writeback = self._writeback
@@ -187,12 +204,13 @@ class Store:
             config.put_idle_s,
             self._blob_file.footprint,
             config.ssd_bytes,
+            self.quotas,
         )
         self.scrubber = Scrubber(
-            self._blob_file, self._writeback, self._readers, self._spaces.values, self._arena.view,
+            self._blob_file, self._writeback, self._readers, lambda: self._spaces, self._arena.view,
             self._residency.discard_bad_copy, self.stats, config.scrub_bytes_s,
         )  # fmt: skip
-        self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats)
+        self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats, self._clock.not_before)
 
         self._prefixes = Prefixes(self._residency, self._writeback, self.pins, self._use)
         self.following = Following(self._puts, config.put_idle_s)
@@ -225,7 +243,7 @@ class Store:
     async def _flush(self) -> None:
         """Write what is only in DRAM, the most recently used first, as far as `shutdown_s` allows."""
         dirty: list[tuple[int, Space, bytes]] = []
-        for space in self._spaces.values():
+        for space in self._spaces:
             slots = space.tree.live_slots()
             slots = slots[(space.tree.pages.flags[slots] & DURABLE) == 0]
             recency = space.tree.pages.recency[slots].tolist()
@@ -272,7 +290,7 @@ class Store:
 
     async def _find_orphans(self) -> None:
         loop = asyncio.get_running_loop()
-        known = {space.number: space for space in self._spaces.values()}
+        known = {space.number: space for space in self._spaces}
         for number in await loop.run_in_executor(self._readers, self._blob_file.namespace_numbers):
             if number not in known:
                 async with self._writeback.lock:
@@ -316,47 +334,44 @@ class Store:
 
         Raises Conflict if the name is taken by a namespace of another identity or with other settings.
         """
-        space = self._spaces.get(settings.digest[:16].hex())
+        space = self._spaces.by_id(settings.tenant, settings.digest[:16].hex())
         if space is not None:
             if space.settings != settings:
                 raise Conflict(f"this namespace exists as {space.settings.name!r} ({space.id}) with another name, recipes or retention")
             return space
-        for other in self._spaces.values():
-            if other.settings.tenant == settings.tenant and other.settings.name == settings.name:
-                raise Conflict(f"the name {settings.name!r} is taken by {other.id}, which has another model fingerprint or KV spec")
+        other = self._spaces.by_name(settings.tenant, settings.name)
+        if other is not None:
+            raise Conflict(f"the name {settings.name!r} is taken by {other.id}, which has another model fingerprint or KV spec")
         space = self._new_space(self._next_number, settings)
         self._next_number += 1
-        self._spaces[space.id] = space
+        self._spaces.add(space)
         try:
             async with self._writeback.lock:
                 await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.put_namespace, space.record())
         except BaseException:
-            self._spaces.pop(space.id, None)
+            self._spaces.remove(space)  # unless it has been dropped, and created anew, meanwhile
             raise
         return space
 
     def namespaces(self, tenant: str) -> list[Space]:
         """A tenant's namespaces."""
-        return [s for s in self._spaces.values() if s.settings.tenant == tenant]
+        return self._spaces.of(tenant)
 
     def all_spaces(self) -> list[Space]:
         """The namespaces of all tenants, for those who watch over the daemon."""
-        return list(self._spaces.values())
+        return list(self._spaces)
 
     def space(self, tenant: str, name_or_id: str) -> Space:
         """A tenant's namespace by id or name. Raises UnknownNamespace."""
-        found = self._spaces.get(name_or_id)
-        if found is not None and found.settings.tenant == tenant:
+        found = self._spaces.by_id(tenant, name_or_id) or self._spaces.by_name(tenant, name_or_id)
+        if found is not None:
             return found
-        for space in self.namespaces(tenant):
-            if space.settings.name == name_or_id:
-                return space
         raise UnknownNamespace(f"no namespace {name_or_id!r}; create it first")
 
     async def drop_namespace(self, space: Space) -> None:
         """Forget a namespace and everything in it; its space on both tiers is free when this returns."""
         space.dropped = True
-        self._spaces.pop(space.id, None)
+        self._spaces.remove(space)
         for kind in (self.leases, self.pins):
             for lease in kind.of_space(space):
                 kind.release(lease)
@@ -551,6 +566,26 @@ class Store:
         """How far loading is; None once everything is back."""
         return self._recovery.progress
 
+    @property
+    def dram_segments(self) -> SegmentUsage:
+        """How many DRAM segments there are, and their bytes."""
+        return self._arena.segments()
+
+    def usage_of(self, tenant: str) -> dict[str, Usage]:
+        """A tenant's own usage by tier, out of its quota, or of the tier if it has none."""
+        quota = self.quotas.of(tenant)
+        return {
+            "dram": Usage(quota.dram or self._arena.capacity, self._arena.used_by(tenant)),
+            "ssd": Usage(quota.ssd or self._blob_file.capacity, self._ssd_used_by(tenant)),
+        }
+
+    def _ssd_used_by(self, tenant: str) -> int:
+        return sum(space.ssd_bytes(self._blob_file.extent_bytes) for space in self._spaces.of(tenant))
+
+    def puts_open_of(self, tenant: str) -> int:
+        """A tenant's puts under way."""
+        return self._puts.of_tenant(tenant)
+
     async def settle(self) -> None:
         """Wait until nothing is being moved, written or deleted."""
         while self._residency.moving or not self._writeback.idle:  # noqa: ASYNC110 - for onlookers; nobody should pay for an event
@@ -569,6 +604,11 @@ class Store:
     def pending_pages(self) -> int:
         """Pages of which other shards are still to come."""
         return self._puts.assemblies.pages
+
+    @property
+    def pinned_blobs(self) -> int:
+        """Blobs that transfers and group commits hold in place now."""
+        return sum(int(np.count_nonzero(s.blobs.pins[: s.blobs.slots.high])) for s in self._spaces)
 
     @property
     def backlog(self) -> Backlog:

@@ -21,6 +21,7 @@ from kvstore.errors import Busy, KVStoreError, NoSpace
 from kvstore.radix.journal import Journal, JournalBatch, encode_page
 from kvstore.radix.pages import DURABLE
 from kvstore.store.backlog import Backlog, WriteRequest
+from kvstore.store.quotas import SsdBudget
 from kvstore.store.space import Space, Trash
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
@@ -58,7 +59,8 @@ class Writeback:
 
     def __init__(
         self, blob_file: BlobFile, journal: Journal, executor: Executor, trash: Trash, stats: Stats,
-        make_ssd_room: Callable[[int], int], view: Callable[[int], memoryview], batch_bytes: int, wait_s: float,
+        make_ssd_room: Callable[[int, str | None], int], view: Callable[[int], memoryview], batch_bytes: int, now: Callable[[], float],
+        budget: Callable[[Callable[[int, str], int]], SsdBudget], wait_s: float,
     ) -> None:  # fmt: skip
         self._blob_file = blob_file
         self.journal = journal
@@ -68,6 +70,8 @@ class Writeback:
         self._make_ssd_room = make_ssd_room
         self._view = view
         self._batch_bytes = batch_bytes
+        self.now = now
+        self._budget = budget
         self._wait_s = wait_s
         self.state = SsdState()
         self.backlog = Backlog(_BACKLOG_BATCHES * batch_bytes)
@@ -254,9 +258,9 @@ class Writeback:
     def _build(self, requests: list[WriteRequest]) -> _Batch:
         batch = _Batch()
         wanted: dict[tuple[int, bytes], Space] = {}
-        counted: set[tuple[int, int]] = set()
-        estimate = sum(self._plan(request, wanted, counted) for request in requests if not request.space.dropped)
-        refused = self._fit(estimate, {space.number: space for space in wanted.values()}.values())
+        requests = [request for request in requests if not request.space.dropped]
+        estimate = self._plan_within_quotas(requests, wanted)
+        refused = self._fit(estimate, {request.space.number: request.space for request in requests}.values())
         if refused is None:
             self._fill(batch, wanted)
         else:
@@ -271,7 +275,7 @@ class Writeback:
         """Write anew the records that name too much; those in the batch already are right anyway."""
         batch.outdated, self._trash.outdated = self._trash.outdated, []
         done = {(number, key) for number, key, _ in batch.records.put_pages}
-        now = time.time()
+        now = self.now()
         for space, key, _ in batch.outdated:
             slot = -1 if space.dropped else space.tree.pages.find_key(key)
             if slot >= 0 and space.tree.pages.flags[slot] & DURABLE and (space.number, key) not in done:
@@ -279,7 +283,24 @@ class Writeback:
                 record = encode_page(space.digest, space.page_record(slot, now, only_named=True))
                 batch.records.put_pages.append((space.number, key, record))
 
-    def _plan(self, request: WriteRequest, wanted: dict[tuple[int, bytes], Space], counted: set[tuple[int, int]]) -> int:
+    def _plan_within_quotas(self, requests: list[WriteRequest], wanted: dict[tuple[int, bytes], Space]) -> int:
+        """Plan each request that its tenant has room for; the others are answered. Returns the SSD bytes of the batch."""
+        budget, estimate = self._budget(self._make_ssd_room), 0
+        counted: dict[tuple[int, int], None] = {}
+        for request in requests:
+            pages, rows = len(wanted), len(counted)
+            footprint = self._plan(request, wanted, counted)
+            over = budget.refuses(request.space.settings.tenant, footprint)
+            if over is None:
+                estimate += footprint
+                continue
+            for planned, before in ((wanted, pages), (counted, rows)):
+                while len(planned) > before:
+                    planned.popitem()
+            request.fail(over)
+        return estimate
+
+    def _plan(self, request: WriteRequest, wanted: dict[tuple[int, bytes], Space], counted: dict[tuple[int, int], None]) -> int:
         """Add the page and those ancestors that are not durable yet, ancestors first. Returns their SSD bytes."""
         space, tree = request.space, request.space.tree
         slot = tree.pages.find_key(request.key)
@@ -296,7 +317,7 @@ class Writeback:
                 wanted[name] = space
                 for row in space.rows_of(page):
                     if (space.number, row) not in counted:
-                        counted.add((space.number, row))
+                        counted[space.number, row] = None
                         footprint += self._cost(space, row)
         return footprint
 
@@ -305,7 +326,7 @@ class Writeback:
 
     def _fill(self, batch: _Batch, wanted: dict[tuple[int, bytes], Space]) -> None:
         """Take up pages and blobs as they are now that room was made (which may have moved pages)."""
-        now, taken = time.time(), set()
+        now, taken = self.now(), set()
         for (number, key), space in wanted.items():
             slot = space.tree.pages.find_key(key)
             if slot < 0:
@@ -336,11 +357,11 @@ class Writeback:
         free = usage.capacity - usage.used + sum(self._blob_file.footprint(stored) for _, _, stored in self._trash.blobs)
         missing = needed - free
         if missing > 0:
-            missing -= self._make_ssd_room(missing)
+            missing -= self._make_ssd_room(missing, None)
         for space in spaces:
             space.clear_wanted()
         if missing > 0:
-            return NoSpace(f"the SSD tier is full ({usage.used} of {usage.capacity} bytes), and what is there is leased or retained")
+            return NoSpace("the SSD tier is full, and what is there is leased or retained")
         return None
 
     def _finish(self, batch: _Batch, failure: KVStoreError | None) -> None:

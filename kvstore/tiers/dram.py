@@ -1,21 +1,33 @@
 """The DRAM tier: memfd segments cut into slots of one size each.
 
-`Arena` is bookkeeping on the loop's thread; what can block (making a segment, which zeroes its memory) is the function
-`create_segment`, to be called in an executor. A segment holds one slot size and one tenant's bytes, and is given back
-when its last slot is freed and its memory is wanted.
+`Arena` is bookkeeping on the loop's thread; what can block (making and closing segments, which zeroes and frees their
+memory) are the functions `make_segment` and `close_segments`, to be called in an executor. A segment holds one slot size
+and one tenant's bytes, and is given back once it is empty: at once if its room is wanted, or after a while. What is still
+in it can be moved first (see kvstore/store/vacate.py).
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.tiers import Usage
+from kvstore.tiers.vacating import Candidate
 
+NO_OWNER = -1
 _SLOT_ALIGN = 256
 _HUGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _SEGMENT_SHIFT = 32
+_SLOT_MASK = (1 << _SEGMENT_SHIFT) - 1
+_MOST_SHARE, _LEAST_SHARE = 256, 1024
+_GROWTH = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -29,19 +41,46 @@ class SlotClass:
 
 @dataclass(slots=True)
 class Segment:
-    """One memfd. `free` holds the numbers of its free slots."""
+    """One memfd. `free` holds the numbers of its free slots, `owner` who says that a slot is theirs (-1 for nobody)."""
 
     slot_class: SlotClass
     slots: int
     fd: int
     memory: mmap.mmap
     view: memoryview
-    free: list[int] = field(default_factory=list)
+    free: list[int]
+    owner: npt.NDArray[np.int64]
+    shut: bool = False
+    """Being vacated: its free slots are not handed out."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the segment."""
         return self.slots * self.slot_class.slot_bytes
+
+    @property
+    def empty(self) -> bool:
+        """Whether none of its slots is taken."""
+        return len(self.free) == self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room set aside for a new segment of `slots` slots. `retired` are the segments to close before it is made."""
+
+    slot_class: SlotClass
+    slots: int
+    retired: tuple[Segment, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the new segment."""
+        return self.slots * self.slot_class.slot_bytes
+
+    @property
+    def held(self) -> int:
+        """Bytes that are taken from the budget until the segment is there."""
+        return max(self.nbytes, sum(segment.nbytes for segment in self.retired))
 
 
 def create_segment(slot_class: SlotClass, slots: int) -> Segment:
@@ -61,34 +100,83 @@ def create_segment(slot_class: SlotClass, slots: int) -> Segment:
     except BaseException:
         os.close(fd)
         raise
-    return Segment(slot_class, slots, fd, memory, memoryview(memory), list(range(slots - 1, -1, -1)))
+    free, owner = list(range(slots - 1, -1, -1)), np.full(slots, NO_OWNER, np.int64)
+    return Segment(slot_class, slots, fd, memory, memoryview(memory), free, owner)
+
+
+def close_segments(segments: Iterable[Segment]) -> None:
+    """Give the memory of segments back to the system. Views still held elsewhere stay readable until they are dropped. Blocking."""
+    for segment in segments:
+        segment.view.release()
+        with contextlib.suppress(BufferError):
+            segment.memory.close()
+        os.close(segment.fd)
+
+
+def make_segment(room: Room) -> Segment:
+    """Make the segment that room was set aside for, once what was there is closed. Blocking; raises OSError."""
+    close_segments(room.retired)
+    return create_segment(room.slot_class, room.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentUsage:
+    """Segments that exist, and the bytes reserved for them (never more than the capacity), of which `held` are not empty.
+
+    Segments that are just being made or closed are counted in the bytes.
+    """
+
+    count: int
+    reserved: int
+    held: int
 
 
 class Arena:
-    """Slots of all segments. A slot is named by one int: segment number and slot number."""
+    """Slots of all segments. A slot is named by one int: segment number and slot number.
+
+    The more a class has, the larger its next segment: an eighth of it, between 1/1024 and 1/256 of the capacity, at most
+    `segment_bytes`, at least one slot. So what is free in half-used segments stays small beside what is used, with few
+    classes and with many.
+    """
 
     def __init__(self, capacity: int, segment_bytes: int = 64 << 20) -> None:
         self.capacity = capacity
-        self.segment_bytes = min(segment_bytes, max(capacity // 8, 1))
+        self._most_bytes = min(segment_bytes, capacity // _MOST_SHARE)
+        self._least_bytes = min(segment_bytes, capacity // _LEAST_SHARE)
         self._segments: dict[int, Segment] = {}
         self._open: dict[SlotClass, list[int]] = {}
+        self._class_bytes: Counter[SlotClass] = Counter()
+        self._empty: dict[int, int] = {}
+        self._empty_bytes = 0
+        self._sweeps = 0
         self._reserved = 0
         self._used = 0
+        self._used_by: Counter[str] = Counter()
         self._next = 0
 
     def usage(self) -> Usage:
         """Capacity, and the bytes of slots in use."""
         return Usage(self.capacity, self._used)
 
+    def segments(self) -> SegmentUsage:
+        """How many segments there are, and what they take."""
+        return SegmentUsage(len(self._segments), self._reserved, self._reserved - self._empty_bytes)
+
+    def used_by(self, tenant: str) -> int:
+        """The bytes of a tenant's slots in use."""
+        return self._used_by[tenant]
+
     @property
-    def segment_count(self) -> int:
-        """Segments that exist."""
-        return len(self._segments)
+    def room(self) -> int:
+        """Bytes that new segments can have without moving anything: outside segments, and in empty ones."""
+        return self.capacity - self._reserved + self._empty_bytes
 
     @staticmethod
     def slot_class(tenant: str, nbytes: int) -> SlotClass:
         """The class whose slots hold `nbytes`."""
         return SlotClass(tenant, -(-nbytes // _SLOT_ALIGN) * _SLOT_ALIGN)
+
+    # --- slots ---------------------------------------------------------------------------------------------------------
 
     def allocate(self, slot_class: SlotClass) -> int | None:
         """A free slot, or None: then a segment has to be added first, or something freed."""
@@ -97,67 +185,181 @@ class Arena:
             return None
         number = numbers[-1]
         segment = self._segments[number]
+        if segment.empty:
+            del self._empty[number]
+            self._empty_bytes -= segment.nbytes
         slot = segment.free.pop()
         if not segment.free:
             numbers.pop()
         self._used += slot_class.slot_bytes
+        self._used_by[slot_class.tenant] += slot_class.slot_bytes
         return number << _SEGMENT_SHIFT | slot
-
-    def reserve_segment(self, slot_class: SlotClass) -> int:
-        """Set room aside for a new segment and return how many slots it may have; 0 if there is no room for one.
-
-        Empty segments of other classes are given back first. Follow with `add_segment` or `cancel_segment`.
-        """
-        slots = max(1, self.segment_bytes // slot_class.slot_bytes)
-        wanted = slots * slot_class.slot_bytes
-        if self._reserved + wanted > self.capacity:
-            self._give_back_empty(slot_class)
-        slots = min(slots, (self.capacity - self._reserved) // slot_class.slot_bytes)
-        self._reserved += slots * slot_class.slot_bytes
-        return slots
-
-    def cancel_segment(self, slot_class: SlotClass, slots: int) -> None:
-        """Undo `reserve_segment`."""
-        self._reserved -= slots * slot_class.slot_bytes
-
-    def add_segment(self, segment: Segment) -> None:
-        """Take in a segment whose room was reserved."""
-        self._segments[self._next] = segment
-        self._open.setdefault(segment.slot_class, []).append(self._next)
-        self._next += 1
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, writable."""
         segment = self._segments[slot >> _SEGMENT_SHIFT]
         size = segment.slot_class.slot_bytes
-        start = (slot & 0xFFFFFFFF) * size
+        start = (slot & _SLOT_MASK) * size
         return segment.view[start : start + size]
+
+    def set_owner(self, slot: int, owner: int) -> None:
+        """Note whose a slot is (any number from 0 on), so that its bytes can be moved. Forgotten when it is freed."""
+        self._segments[slot >> _SEGMENT_SHIFT].owner[slot & _SLOT_MASK] = owner
 
     def free(self, slot: int) -> None:
         """Give a slot back."""
         number = slot >> _SEGMENT_SHIFT
         segment = self._segments[number]
-        if not segment.free:
+        if not segment.free and not segment.shut:
             self._open.setdefault(segment.slot_class, []).append(number)
-        segment.free.append(slot & 0xFFFFFFFF)
+        segment.free.append(slot & _SLOT_MASK)
+        segment.owner[slot & _SLOT_MASK] = NO_OWNER
         self._used -= segment.slot_class.slot_bytes
+        self._used_by[segment.slot_class.tenant] -= segment.slot_class.slot_bytes
+        if segment.empty:
+            self._note_empty(number)
+            if not segment.shut:  # to the end of the queue: so that it stays empty while there is room elsewhere
+                numbers = self._open[segment.slot_class]
+                numbers.remove(number)
+                numbers.insert(0, number)
+
+    def class_of(self, slot: int) -> SlotClass:
+        """The class of a slot's segment."""
+        return self._segments[slot >> _SEGMENT_SHIFT].slot_class
 
     def slot_bytes(self, slot: int) -> int:
         """Bytes a slot takes up."""
-        return self._segments[slot >> _SEGMENT_SHIFT].slot_class.slot_bytes
+        return self.class_of(slot).slot_bytes
 
-    def _give_back_empty(self, keep: SlotClass | None) -> None:
-        for number, segment in list(self._segments.items()):
-            if len(segment.free) == segment.slots and segment.slot_class != keep:
-                self._open[segment.slot_class].remove(number)
-                del self._segments[number]
-                self._reserved -= segment.nbytes
-                os.close(segment.fd)
+    # --- segments ------------------------------------------------------------------------------------------------------
+
+    def reserve_segment(self, slot_class: SlotClass, *, whole: bool = False) -> Room | None:
+        """Set room aside for a new segment; None if there is no room for one slot, or with `whole` for a full-sized one.
+
+        Empty segments of other classes make room if need be. Follow with `add_segment` or `cancel_segment`.
+        """
+        size = slot_class.slot_bytes
+        wanted = min(self._most_bytes, max(self._least_bytes, self._class_bytes[slot_class] // _GROWTH)) // size or 1
+        empty = [n for n in self._empty if self._segments[n].slot_class != slot_class and not self._segments[n].shut]
+        free = self.capacity - self._reserved
+        slots = min(wanted, (free + sum(self._segments[n].nbytes for n in empty)) // size)
+        if not slots or (whole and slots < wanted):
+            return None
+        retired: list[Segment] = []
+        while free < slots * size:
+            retired.append(self.retire(empty.pop(0)))
+            free += retired[-1].nbytes
+        room = Room(slot_class, slots, tuple(retired))
+        self._reserved += room.held - sum(segment.nbytes for segment in retired)
+        return room
+
+    def cancel_segment(self, room: Room) -> None:
+        """Undo `reserve_segment`, once its retired segments are closed."""
+        self._reserved -= room.held
+
+    def add_segment(self, room: Room, segment: Segment) -> None:
+        """Take in a segment whose room was reserved."""
+        self._reserved -= room.held - segment.nbytes
+        self._segments[self._next] = segment
+        self._open.setdefault(segment.slot_class, []).append(self._next)
+        self._class_bytes[segment.slot_class] += segment.nbytes
+        self._note_empty(self._next)
+        self._next += 1
+
+    def _note_empty(self, number: int) -> None:
+        self._empty[number] = self._sweeps
+        self._empty_bytes += self._segments[number].nbytes
+
+    def retire(self, number: int) -> Segment:
+        """Take out an empty segment. Its bytes stay reserved until it is closed, and `release` is called."""
+        segment = self._segments.pop(number)
+        del self._empty[number]
+        self._empty_bytes -= segment.nbytes
+        if not segment.shut:
+            self._open[segment.slot_class].remove(number)
+        if not self._open.get(segment.slot_class):
+            self._open.pop(segment.slot_class, None)
+        self._class_bytes[segment.slot_class] -= segment.nbytes
+        if not self._class_bytes[segment.slot_class]:
+            del self._class_bytes[segment.slot_class]
+        return segment
+
+    def retire_idle(self) -> list[Segment]:
+        """Take out what has been empty since before the last call, but for one spare."""
+        idle = [number for number, sweep in self._empty.items() if sweep < self._sweeps and not self._segments[number].shut]
+        self._sweeps += 1
+        return [self.retire(number) for number in idle[: max(0, len(self._empty) - 1)]]
+
+    def release(self, segments: Iterable[Segment]) -> None:
+        """Retired segments are closed: their room is free."""
+        self._reserved -= sum(segment.nbytes for segment in segments)
 
     def close(self) -> None:
         """Give back every segment. Views still held elsewhere stay readable until they are dropped."""
-        for segment in self._segments.values():
-            os.close(segment.fd)
+        close_segments(self._segments.values())
         self._segments.clear()
         self._open.clear()
-        self._reserved = self._used = 0
+        self._empty.clear()
+        self._class_bytes.clear()
+        self._reserved = self._used = self._empty_bytes = 0
+
+    # --- vacating ------------------------------------------------------------------------------------------------------
+
+    def candidates(self) -> list[Candidate]:
+        """The segments with something in them, as the planning of moves wants to see them."""
+        return [
+            Candidate(number, s.slot_class, s.slot_class.slot_bytes, s.slots, s.slots - len(s.free))
+            for number, s in self._segments.items()
+            if not s.shut and not s.empty
+        ]
+
+    def allocate_dense(self, slot_class: SlotClass, count: int) -> list[int]:
+        """Up to `count` free slots where the fewest are left: for what is moved together.
+
+        They count for their tenant only after `moved`, so that a move takes nothing from its quota.
+        """
+        found: list[int] = []
+        for number in sorted(self._open.get(slot_class, ()), key=lambda n: len(self._segments[n].free)):
+            segment = self._segments[number]
+            if segment.empty:
+                continue
+            taken = segment.free[: -1 - (count - len(found)) : -1]
+            del segment.free[len(segment.free) - len(taken) :]
+            if not segment.free:
+                self._open[slot_class].remove(number)
+            found += [number << _SEGMENT_SHIFT | slot for slot in taken]
+            if len(found) == count:
+                break
+        self._used += len(found) * slot_class.slot_bytes
+        return found
+
+    def moved(self, slot: int) -> None:
+        """A move to a slot from `allocate_dense` has ended, well or not."""
+        slot_class = self.class_of(slot)
+        self._used_by[slot_class.tenant] += slot_class.slot_bytes
+
+    def owned_slots(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """The slots in use of a segment, and their owners; None if one of them has no owner (yet)."""
+        segment = self._segments[number]
+        taken = np.flatnonzero(segment.owner != NO_OWNER)
+        if len(taken) != segment.slots - len(segment.free):
+            return None
+        return taken | number << _SEGMENT_SHIFT, segment.owner[taken]
+
+    def shut(self, number: int) -> None:
+        """Hand out no slot of a segment any more, until `retire` or `reopen`."""
+        segment = self._segments[number]
+        segment.shut = True
+        if segment.free:
+            self._open[segment.slot_class].remove(number)
+
+    def reopen(self, number: int) -> None:
+        """Undo `shut`."""
+        segment = self._segments[number]
+        segment.shut = False
+        if segment.free:
+            self._open.setdefault(segment.slot_class, []).append(number)
+
+    def is_empty(self, number: int) -> bool:
+        """Whether no slot of a segment is taken."""
+        return self._segments[number].empty

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvstore.api.wire import FrameType, decode_header, encode, pack, unpack
 from kvstore.api.wire.frames import HEADER_BYTES, MAX_BULK_PAYLOAD, MAX_CONTROL_PAYLOAD, MAX_META, encode_bulk
-from kvstore.api.wire.messages import Hello, MatchRequest, PutStart
+from kvstore.api.wire.messages import CreateNamespace, Hello, MatchRequest, PutStart
 from kvstore.errors import ProtocolError
 
 
@@ -78,3 +78,9 @@ def test_messages_ignore_what_they_do_not_know() -> None:
     assert unpack(Hello, pack(Later(versions=[1], novelty=5))) == Hello(versions=[1])
     with pytest.raises(ProtocolError):
         unpack(Hello, pack(MatchRequest(namespace="x")))
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"])
+def test_a_message_nested_without_end_is_malformed(opening: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack(CreateNamespace, b"\x81\xa4spec" + opening * 100_000 + b"\xc0")

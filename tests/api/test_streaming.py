@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from kvstore.api.sessions import Session
 from kvstore.api.streaming import stream_fetch
 from kvstore.api.wire import Channel, FrameType, Run, pack, pack_runs, slice_digest
 from kvstore.api.wire.messages import FetchRequest, Message
-from kvstore.store import Space, Store
+from kvstore.errors import Corrupt
+from kvstore.store import Ack, Space, Store
 from kvstore.store.check import check
 from tests.store.test_store import PARTS, config, page_bytes, put, settings_named, tokens_of
 
 
-class EvictingPeer:
-    """After the first frame it evicts all that is being fetched, and puts other pages in its place."""
+class CollectingPeer:
+    """Takes what is sent to it."""
 
     def __init__(self, store: Store, space: Space) -> None:
         self.store = store
@@ -36,11 +38,46 @@ class EvictingPeer:
     async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
         self._frames += 1
         self.sent += b"".join(pieces)
+        await self.after_frame()
+        return [slice_digest(p) for p in pieces]
+
+    async def after_frame(self) -> None:
+        """What happens between two frames."""
+
+
+class EvictingPeer(CollectingPeer):
+    """After the first frame it evicts all that is being fetched, and puts other pages in its place."""
+
+    async def after_frame(self) -> None:
         if self._frames == 1:
             first = self._space.tree.path_slots(self._space.tree.match(tokens_of((1,))))[0]
             self._space.remove_page(int(first))
             await put(self.store, self._space, tuple(range(5000, 5400)), b"other".ljust(16))
-        return [slice_digest(p) for p in pieces]
+
+
+async def test_a_bad_copy_in_dram_costs_one_fetch_and_is_replaced_from_ssd(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, (1,), b"v" * 16, Ack.DURABLE)
+        table = store.match(space, tokens_of((1,)), {}, parts=True).parts
+        assert table is not None
+        name, expected = table.ids[:16], page_bytes((1,), b"v" * 16, 0)
+        fetch = pack(FetchRequest(namespace="ns", blobs=1)), name + pack_runs([Run(0, 0, len(expected))])
+        row = store.find_blob(space, name)
+        other = store.hold_resident(space, row)
+        assert other is not None
+        other.view[5] ^= 1
+        with pytest.raises(Corrupt):
+            await stream_fetch(CollectingPeer(store, space), 1, *fetch)
+        for _ in range(2):  # with the bad copy still in use, and after
+            peer = CollectingPeer(store, space)
+            await stream_fetch(peer, 2, *fetch)
+            assert peer.sent == expected
+            if other is not None:
+                other.release()
+                other = None
+        await store.settle()
+        check(store)
 
 
 async def test_a_blob_evicted_in_the_middle_of_its_fetch_is_not_replaced_by_another(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kvstore.api.wire import Run, check_run, cut, pack_runs, unpack_runs
 from kvstore.digests import blob_id, slice_digest
 from kvstore.errors import BadRequest, Corrupt
 from kvstore.kvspec import Component, KVSpec, PartRange
-from kvstore_client.plan import FetchPlan, page_items
+from kvstore_client.plan import FetchPlan, page_items, page_parts
 
 LAYERS, HEADS, PLANES, TOKENS, DIM = 6, 4, 2, 4, 8
 
@@ -44,7 +44,7 @@ def test_any_writer_geometry_serves_any_reader(
     payloads = [np.ascontiguousarray(page[p.layer_lo : p.layer_hi, :, p.head_lo : p.head_hi]).tobytes() for p in stored]
     blobs = [bytes([i]) * 16 for i in range(len(stored))]
     wanted = PartRange(0, *layers, *heads)
-    items = list(page_items(spec, tuple(stored), blobs, wanted, 0))
+    items = page_items(page_parts(spec, tuple(stored), wanted), blobs, 0)
     plan = FetchPlan(items, connections)
     out = np.zeros(spec.part_bytes(wanted), np.uint8)
     for stripe in plan.stripes:
@@ -64,7 +64,7 @@ def test_any_writer_geometry_serves_any_reader(
 def test_a_range_that_is_not_stored_is_refused() -> None:
     spec = spec_with(4096)
     with pytest.raises(BadRequest):
-        list(page_items(spec, (PartRange(0, 0, 3, 0, HEADS),), [b"x" * 16], spec.whole(), 0))
+        page_parts(spec, (PartRange(0, 0, 3, 0, HEADS),), spec.whole())
 
 
 def whole_plan() -> tuple[FetchPlan, npt.NDArray[np.uint8], list[bytes]]:
@@ -72,7 +72,7 @@ def whole_plan() -> tuple[FetchPlan, npt.NDArray[np.uint8], list[bytes]]:
     layout = spec.slice_layout(spec.whole())
     payload = np.random.default_rng(1).integers(0, 256, layout.payload_bytes, dtype=np.uint8)
     digests = [slice_digest(payload[o : o + s].tobytes()) for o, s in zip(layout.offsets, layout.sizes, strict=False)]
-    return FetchPlan(list(page_items(spec, (spec.whole(),), [blob_id(b"".join(digests))], spec.whole(), 0)), 8), payload, digests
+    return FetchPlan(page_items(page_parts(spec, (spec.whole(),), spec.whole()), [blob_id(b"".join(digests))], 0), 8), payload, digests
 
 
 def test_a_large_blob_is_striped_and_its_id_checked() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import ssl
 import time
 import urllib.request
 from types import TracebackType
@@ -9,21 +10,27 @@ from typing import Any
 
 from kvstore.api.wire import PROTOCOL_VERSION, FrameType, Header, decode_header, encode, pack, unpack
 from kvstore.api.wire.frames import HEADER_BYTES
-from kvstore.api.wire.messages import Empty, ErrorReply, Hello, Message
+from kvstore.api.wire.messages import Empty, ErrorReply, Hello, Message, Welcome
 from kvstore_client.connection import parse_endpoint
 
 
 class RawClient:
     """Frames by hand. `hello=False` leaves out the handshake."""
 
-    def __init__(self, endpoint: str, *, hello: bool = True) -> None:
+    def __init__(
+        self, endpoint: str, *, hello: bool = True, token: str = "", session: bytes = b"", tls: ssl.SSLContext | None = None
+    ) -> None:
         family, address = parse_endpoint(endpoint)
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         self.sock.settimeout(10)
         self.sock.connect(address)
+        if tls is not None:
+            self.sock = tls.wrap_socket(self.sock, server_hostname=address[0])
         if hello:
-            self.send(FrameType.HELLO, 0, Hello(versions=[PROTOCOL_VERSION], client="raw"))
-            assert self.receive()[0].type is FrameType.WELCOME
+            self.send(FrameType.HELLO, 0, Hello(versions=[PROTOCOL_VERSION], client="raw", token=token, session=session))
+            header, meta, _ = self.receive()
+            assert header.type is FrameType.WELCOME, unpack(ErrorReply, meta)
+            self.session = unpack(Welcome, meta).session
 
     def __enter__(self) -> "RawClient":
         return self
@@ -74,16 +81,17 @@ class RawClient:
         return True
 
 
-def stat(http: str) -> Any:
-    with urllib.request.urlopen(f"{http}/v1/stat", timeout=10) as response:
+def stat(http: str, token: str = "") -> Any:
+    request = urllib.request.Request(f"{http}/v1/stat", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=10) as response:
         return json.loads(response.read())
 
 
-def wait_for_baseline(http: str, dram_used: int, timeout: float = 10.0) -> None:
+def wait_for_baseline(http: str, dram_used: int, timeout: float = 10.0, token: str = "") -> None:
     """Wait until nothing is held for anybody. The daemon learns of a dead client when its socket says so."""
     deadline = time.monotonic() + timeout
     while True:
-        found = stat(http)
+        found = stat(http, token)
         held = (found["leases"], found["puts_open"], found["sessions"], found["connections"], found["tiers"]["dram"]["used"])
         if held == (0, 0, 0, 0, dram_used):
             return

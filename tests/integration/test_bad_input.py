@@ -10,8 +10,10 @@ import pytest
 from kvstore.api.wire import SLICES_META, FrameType, Run, encode, pack, pack_runs, slice_digest, unpack
 from kvstore.api.wire.frames import encode_bulk
 from kvstore.api.wire.messages import (
+    Cancel,
     Commit,
     Committed,
+    CreateNamespace,
     ErrorReply,
     FetchRequest,
     Hello,
@@ -25,6 +27,7 @@ from kvstore.api.wire.messages import (
 from kvstore_client import BadRequest, Client, NoSpace
 from kvstore_client.put_layout import PutLayout
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.faults.baseline import unexpected
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.raw import RawClient, stat, wait_for_baseline
 
@@ -137,6 +140,14 @@ def test_no_handshake(daemon: DaemonProcess, raw: RawClient) -> None:
         assert other.closed()
 
 
+def test_slices_before_the_handshake(daemon: DaemonProcess, raw: RawClient) -> None:
+    with RawClient(daemon.endpoint, hello=False) as other:
+        other.send_raw(slices_frame(1, 0, 0, 0, [b"slice"]))
+        assert other.error().code == "protocol"
+        assert other.closed()
+    assert not unexpected(daemon)
+
+
 def test_versions_and_sessions_of_another_world(daemon: DaemonProcess, raw: RawClient) -> None:
     with RawClient(daemon.endpoint, hello=False) as other:
         assert code(other.ask(FrameType.HELLO, Hello(versions=[2, 99]))) == "version_mismatch"
@@ -205,6 +216,22 @@ def test_tokens_and_extras_that_do_not_add_up(raw: RawClient) -> None:
     assert code(raw.ask(FrameType.MATCH, MatchRequest(namespace="pages", extra_pages=[0, 0]), bytes(64))) == "bad_request"
     assert code(raw.ask(FrameType.MATCH, MatchRequest(namespace="pages", lease_ms=10**9), context(1).tobytes())) == "bad_request"
     assert code(raw.ask(FrameType.LEASE_RELEASE, LeaseRequest(lease=12345))) == "not_found"
+    assert raw.alive()
+
+
+def test_a_request_cancelled_in_the_same_breath_is_answered(raw: RawClient) -> None:
+    """More of them than a connection may have under way: each gives its place back."""
+    spec = CreateNamespace(name="breath", fingerprint="rev-1", spec=SPEC.to_dict())
+    for kind, message in (
+        (FrameType.COMMIT, Commit(handle=1)),
+        (FrameType.NAMESPACE_CREATE, spec),
+        (FrameType.FETCH, FetchRequest(namespace="nope", blobs=1)),
+    ):
+        for number in range(100, 170):
+            request = b"".join(bytes(b) for b in encode(kind, number, pack(message)))
+            cancel = b"".join(bytes(b) for b in encode(FrameType.CANCEL, 0, pack(Cancel(target=number))))
+            raw.send_raw(request + cancel)
+            assert raw.receive()[0].request == number
     assert raw.alive()
 
 

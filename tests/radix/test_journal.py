@@ -132,3 +132,21 @@ def test_part_geometry_survives(tmp_path: Path) -> None:
     assert rows == sorted([(r.component, r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in RANGES] * 3)
     assert PartRange(*rows[0]) in RANGES
     journal.close()
+
+
+def test_a_write_that_meets_damage_has_the_file_salvaged_at_the_next_opening(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    journal = Journal(folder, 64 << 20)
+    for context in CONTEXTS:
+        write(journal, records(context, with_labels=True))
+    journal.close()
+    file = folder / "data.mdb"
+    file.write_bytes(file.read_bytes()[:8192].ljust(file.stat().st_size, b"\0"))  # all but the two meta pages
+    journal = Journal(folder, 64 << 20)
+    with pytest.raises(lmdb.Error):
+        write(journal, records(CONTEXTS[0], with_labels=True))
+    journal.close()
+    journal = Journal(folder, 64 << 20)
+    write(journal, records(CONTEXTS[0], with_labels=True))
+    assert load(journal)[1].pages == len(CONTEXTS[0])
+    journal.close()

@@ -26,7 +26,7 @@ from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, Match, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
 from kvstore.store.check import check
 from kvstore.tiers.watermarks import Watermarks
-from kvstore_client.plan import page_items
+from kvstore_client.plan import page_items, page_parts
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ async def fetch_page(store: Store, space: Space, match: Match, page: int, wanted
             if here == page:
                 ids = [match.parts.ids[(at + i) * 16 : (at + i + 1) * 16] for i in range(len(run.ranges))]
                 out = np.zeros(SPEC.part_bytes(wanted), np.uint8)
-                for item in page_items(SPEC, run.ranges, ids, wanted, 0):
+                for item in page_items(page_parts(SPEC, run.ranges, wanted), ids, 0):
                     held = await store.hold(space, store.find_blob(space, item.blob))
                     for segment in range(item.run.count):
                         source = item.run.offset + segment * item.run.stride

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.dram import Arena, SlotClass, create_segment
+from kvstore.tiers.dram import Arena, SlotClass, make_segment
 
 
 def fill(arena: Arena, slot_class: SlotClass, most: int = 10_000) -> list[int]:
@@ -13,10 +13,10 @@ def fill(arena: Arena, slot_class: SlotClass, most: int = 10_000) -> list[int]:
     while len(found) < most:
         slot = arena.allocate(slot_class)
         if slot is None:
-            slots = arena.reserve_segment(slot_class)
-            if not slots:
+            room = arena.reserve_segment(slot_class)
+            if room is None:
                 break
-            arena.add_segment(create_segment(slot_class, slots))
+            arena.add_segment(room, make_segment(room))
             continue
         found.append(slot)
     return found

@@ -18,6 +18,7 @@ from kvstore.api.wire.frames import (
 )
 from kvstore.api.wire.messages import pack, unpack
 from kvstore.api.wire.runs import Piece, Run, check_run, cut, pack_provisional, pack_runs, unpack_provisional, unpack_runs
+from kvstore.api.wire.tls import TlsChannel, client_context
 from kvstore.digests import DIGEST_BYTES, blob_id, extra_digest, slice_digest
 from kvstore.errors import (
     BadDigest,
@@ -28,11 +29,13 @@ from kvstore.errors import (
     ConnectionLost,
     Corrupt,
     DeadlineExceeded,
+    Forbidden,
     KVStoreError,
     MissingParent,
     NoSpace,
     NotFound,
     ProtocolError,
+    Unauthenticated,
     UnknownNamespace,
     Unsupported,
     VersionMismatch,
@@ -43,8 +46,9 @@ from kvstore.kvspec import Component, KVSpec, PartRange, SliceLayout, canonical_
 __all__ = [
     "DATA_META", "DIGEST_BYTES", "MAX_BULK_PAYLOAD", "MAX_CONTROL_PAYLOAD", "MAX_PIECES", "PROTOCOL_VERSION", "SLICES_META",
     "BadDigest", "BadRequest", "Busy", "Cancelled", "Channel", "Component", "Conflict", "ConnectionLost", "Corrupt",
-    "DeadlineExceeded", "FrameType", "Header", "KVSpec", "KVStoreError", "MissingParent", "NoSpace", "NotFound", "PartRange",
-    "Piece", "ProtocolError", "Run", "SliceLayout", "UnknownNamespace", "Unsupported", "VersionMismatch", "blob_id",
-    "canonical_json", "check_run", "cut", "decode_header", "encode", "error_from_code", "extra_digest", "pack",
-    "pack_provisional", "pack_runs", "slice_digest", "unpack", "unpack_provisional", "unpack_runs",
+    "DeadlineExceeded", "Forbidden", "FrameType", "Header", "KVSpec", "KVStoreError", "MissingParent", "NoSpace", "NotFound",
+    "PartRange", "Piece", "ProtocolError", "Run", "SliceLayout", "TlsChannel", "Unauthenticated", "UnknownNamespace",
+    "Unsupported", "VersionMismatch", "blob_id", "canonical_json", "check_run", "client_context", "cut", "decode_header",
+    "encode", "error_from_code", "extra_digest", "pack", "pack_provisional", "pack_runs", "slice_digest", "unpack",
+    "unpack_provisional", "unpack_runs",
 ]  # fmt: skip

@@ -34,15 +34,22 @@ class Channel:
         self._start = self._end = 0
         self._spins = 0
 
+    async def shake_hands(self) -> None:
+        """What comes before the first frame: nothing on a plain socket."""
+
     def close(self) -> None:
         """Close the socket; a read or write under way fails."""
         self.sock.close()
 
     # --- reading -------------------------------------------------------------------------------------------------------
 
+    async def wait_readable(self) -> bool:
+        """Wait, for as long as it takes, until the next frame begins; False if the peer closed instead."""
+        return self._start < self._end or await self._fill(or_end=True)
+
     async def read_header(self) -> tuple[Header, bytes] | None:
         """The next header and its raw bytes; None if the peer closed between two frames. Raises ProtocolError."""
-        if self._start == self._end and not await self._fill(or_end=True):
+        if not await self.wait_readable():
             return None
         raw = await self.read(HEADER_BYTES)
         return decode_header(raw), raw

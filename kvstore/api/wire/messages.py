@@ -289,6 +289,6 @@ def unpack(kind: type[M], meta: bytes) -> M:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
         message: M = decoder.decode(meta)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed {kind.__name__}: {error}") from error
     return message

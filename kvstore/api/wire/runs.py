@@ -4,6 +4,8 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from kvstore.errors import BadRequest
 from kvstore.kvspec import SliceLayout
@@ -12,6 +14,7 @@ _RUN = struct.Struct("<IIQQQ")
 RUN_BYTES = _RUN.size
 MAX_RUNS = 1 << 16
 MAX_SEGMENTS = 1 << 20
+_CACHED_PIECES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,7 @@ class Run:
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The largest stretch of a segment inside one slice: the unit that is sent with a digest of its own."""
 
     offset: int
@@ -78,8 +80,22 @@ def check_run(run: Run, layout: SliceLayout) -> None:
         raise BadRequest(f"a run ends at byte {end} of a blob of {size}")
 
 
-def cut(run: Run, layout: SliceLayout) -> Iterator[Piece]:
-    """The pieces of a run in the order in which they are sent. The run must have passed `check_run`."""
+def cut(run: Run, layout: SliceLayout) -> tuple[Piece, ...]:
+    """The pieces of a run in the order in which they are sent. The run must have passed `check_run`.
+
+    Most runs of a fetch are alike but for their blob, so those of few pieces are cut once.
+    """
+    if run.count * layout.count <= _CACHED_PIECES:
+        return _cut_alike(run.offset, run.length, run.stride, run.count, layout)
+    return tuple(_cut(run, layout))
+
+
+@lru_cache(maxsize=1024)
+def _cut_alike(offset: int, length: int, stride: int, count: int, layout: SliceLayout) -> tuple[Piece, ...]:
+    return tuple(_cut(Run(0, offset, length, stride, count), layout))
+
+
+def _cut(run: Run, layout: SliceLayout) -> Iterator[Piece]:
     offsets = layout.offsets
     for segment in range(run.count):
         at = run.offset + segment * run.stride
