@@ -168,14 +168,17 @@ def _stripe_bytes(total: int, connections: int) -> int:
 
 def _stripes(items: list[Item], size: int) -> Iterator[Stripe]:
     stripe = Stripe()
+    numbers: dict[bytes, int] = {}
     for number, item in enumerate(items):
         for run, pieces in _split(item, number, size):
             if stripe.nbytes and stripe.nbytes + run.length * run.count > size:
                 yield stripe
-                stripe = Stripe()
-            if not stripe.blobs or stripe.blobs[-1] != item.blob:
+                stripe, numbers = Stripe(), {}
+            index = numbers.get(item.blob)
+            if index is None:
+                index = numbers[item.blob] = len(stripe.blobs)
                 stripe.blobs.append(item.blob)
-            stripe.runs.append(Run(len(stripe.blobs) - 1, run.offset, run.length, run.stride, run.count))
+            stripe.runs.append(Run(index, run.offset, run.length, run.stride, run.count))
             stripe.pieces += pieces
             stripe.nbytes += run.length * run.count
     if stripe.nbytes:

@@ -118,13 +118,18 @@ async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names:
         check_run(run, space.blobs.layout_of(rows[run.blob]))
     for row in rows:
         space.pin(row)  # before anything is awaited: a row that is let go may become another blob's
-    ahead = _ReadAhead(connection, space, [rows[run.blob] for run in runs])
+    resident = {row: view for row in set(rows) if (view := store.resident(space, row)) is not None}
+    ahead = _ReadAhead(connection, space, [row for run in runs if (row := rows[run.blob]) not in resident])
     try:
         for run in runs:
-            ahead.start()
-            if ahead.must_wait:
-                await sender.flush()  # nothing is held while waiting, or fetches that read around DRAM could wait for each other
-            await sender.send_run(run, await ahead.next(sender.request))
+            row = rows[run.blob]
+            stored = resident.get(row)
+            if stored is None:
+                ahead.start()
+                if ahead.must_wait:
+                    await sender.flush()  # nothing is held while waiting, or fetches that read around DRAM could wait for each other
+                stored = sender.take_over(await ahead.next(sender.request))
+            await sender.send_run(run, row, stored)
         await sender.flush()
     finally:
         try:
@@ -155,7 +160,9 @@ async def _send_arriving(connection: Peer, sender: "_Sender", names: list[bytes]
                     with connection.interruptible(sender.request):
                         await put.progress()
             following.get(owner, put.handle)  # while it is followed, its bytes stay where they are
-            await sender.send_piece(piece, layout, stored)
+            if sender.full(piece):
+                await sender.flush()
+            sender.add(piece, layout, stored)
 
 
 class _ReadAhead:
@@ -217,6 +224,8 @@ class _Sender:
         self._owners: list[int] = []
         self._bytes = 0
         self._held: list[Held] = []
+        self._named: set[int] = set()
+        """Rows whose digest table was found to be the one that their id names, in the bytes that this fetch holds."""
         self._verified: tuple[int, int] | None = None
 
     @property
@@ -224,35 +233,45 @@ class _Sender:
         """Whether there are pieces to flush."""
         return bool(self._pieces)
 
-    async def send_run(self, run: Run, held: Held) -> None:
-        """Send a run of the blob that is held; takes over the hold."""
+    def take_over(self, held: Held) -> memoryview:
+        """Hold a blob until its pieces are sent. Returns its stored form."""
         self._held.append(held)
-        layout, stored = self._space.blobs.layout_of(held.row), held.view
-        if blob_id(stored[layout.payload_bytes :]) != self._space.blobs.id_of(held.row):
-            self._corrupt(held.row)
+        self._named.discard(held.row)
+        return held.view
+
+    async def send_run(self, run: Run, row: int, stored: memoryview) -> None:
+        """Send a run of a blob. Its stored form stays in place for the fetch, or was taken over just before."""
+        layout = self._space.blobs.layout_of(row)
+        if row not in self._named:
+            if blob_id(stored[layout.payload_bytes :]) != self._space.blobs.id_of(row):
+                self._corrupt(row)
+            self._named.add(row)
         self._verified = None
         for piece in cut(run, layout):
-            await self.send_piece(piece, layout, stored, held)
+            if self.full(piece):
+                await self.flush(keep_last=True)
+            self.add(piece, layout, stored, row)
 
-    async def send_piece(self, piece: Piece, layout: SliceLayout, stored: memoryview, held: Held | None = None) -> None:
-        """Send a piece of a stored form: of a blob that is held, or of a put that is followed."""
-        row = held.row if held is not None else _PROVISIONAL
+    def full(self, piece: Piece) -> bool:
+        """Whether a piece has no place in the frame any more."""
+        return self._bytes + piece.size > MAX_BULK_PAYLOAD or len(self._pieces) >= MAX_PIECES
+
+    def add(self, piece: Piece, layout: SliceLayout, stored: memoryview, row: int = _PROVISIONAL) -> None:
+        """Gather a piece of the stored form of a blob, or of a part of a put under way."""
         table = layout.payload_bytes + piece.slice * DIGEST_BYTES
         promise = bytes(stored[table : table + DIGEST_BYTES])
         if not piece.whole and self._verified != (row, piece.slice):
             whole = stored[layout.offsets[piece.slice] : layout.offsets[piece.slice + 1]]
             if slice_digest(whole) != promise:
                 self._corrupt(row)
-            self._verified = (row, piece.slice) if held is not None else None
-        if self._bytes + piece.size > MAX_BULK_PAYLOAD or len(self._pieces) >= MAX_PIECES:
-            await self.flush(keep=held)
+            self._verified = (row, piece.slice) if row != _PROVISIONAL else None
         self._pieces.append(stored[piece.offset : piece.offset + piece.size])
         self._promised.append(promise if piece.whole else None)
         self._owners.append(row)
         self._bytes += piece.size
 
-    async def flush(self, keep: Held | None = None) -> None:
-        """Send what is gathered, and let go of the blobs it came from, except one that is still being sent."""
+    async def flush(self, *, keep_last: bool = False) -> None:
+        """Send what is gathered, and let go of the blobs that were taken over, except the last if it is still being sent."""
         if self._pieces:
             meta = DATA_META.pack(self.pieces_sent)
             digests = await self._connection.send_pieces(self.request, meta, self._pieces, self._promised)
@@ -262,11 +281,9 @@ class _Sender:
             self.pieces_sent += len(self._pieces)
             self.payload_bytes += self._bytes
             self._pieces, self._promised, self._owners, self._bytes = [], [], [], 0
-        if keep is not None:
-            self._held.remove(keep)
+        kept = [self._held.pop()] if keep_last and self._held else []
         self.release()
-        if keep is not None:
-            self._held.append(keep)
+        self._held = kept
 
     def release(self) -> None:
         """Let go of all blobs."""

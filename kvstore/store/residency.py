@@ -186,11 +186,18 @@ class Residency:
 
     def hold_resident(self, space: Space, row: int) -> "Held | None":
         """Pin a blob that is in DRAM; None if it is not."""
+        view = self.resident(space, row)
+        if view is None:
+            return None
+        space.pin(row)
+        return Held(space, row, view)
+
+    def resident(self, space: Space, row: int) -> memoryview | None:
+        """The stored form of a blob in DRAM, to be looked at while it is pinned; None if it is not there, or was found bad."""
         slot = int(space.blobs.slot[row])
         if slot == NO_SLOT or row in space.spoiled:
             return None
-        space.pin(row)
-        return Held(space, row, self._arena.view(slot)[: space.stored_bytes(row)])
+        return self._arena.view(slot)[: space.stored_bytes(row)]
 
     async def hold(self, space: Space, row: int) -> "Held":
         """Pin a blob in memory, promoting it from SSD if need be.

@@ -472,6 +472,10 @@ class Store:
             raise NotFound(f"blob {blob_id.hex()} is not in this namespace: it was evicted, or never there")
         return row
 
+    def resident(self, space: Space, row: int) -> memoryview | None:
+        """The stored form of a blob in DRAM, which stays in place while the caller has it pinned; None if it is not there."""
+        return self._residency.resident(space, row)
+
     def hold_resident(self, space: Space, row: int) -> Held | None:
         """Pin a blob that is in DRAM; None if it is not."""
         return self._residency.hold_resident(space, row)

@@ -94,12 +94,32 @@ class Channel:
 
         Returns the digests of what arrived, and the ones that were sent, concatenated.
         """
-        digests: list[bytes] = []
-        for view, sizes in spans:
-            hasher = PieceHasher(view, list(sizes))
-            await self.read_into(view, hasher)
-            digests += hasher.digests
-        return digests, await self.read(header.trailer_bytes)
+        hashers = [PieceHasher(view, list(sizes)) for view, sizes in spans]
+        if len(spans) == 1:
+            await self.read_into(spans[0][0], hashers[0])
+        else:
+            await self._read_scattered([view for view, _ in spans], hashers)
+        return [digest for hasher in hashers for digest in hasher.digests], await self.read(header.trailer_bytes)
+
+    async def _read_scattered(self, targets: list[memoryview], hashers: list[PieceHasher]) -> None:
+        """Fill buffers one after the other, several by one system call if they are there."""
+        at, filled = 0, 0
+        while at < len(targets):
+            target = targets[at][filled:]
+            count = min(self._end - self._start, len(target))
+            if count:
+                target[:count] = self._buffer[self._start : self._start + count]
+                self._start += count
+            elif self._spins or len(target) >= _DIRECT:
+                count = await self._receive_scattered([target, *targets[at + 1 : at + _GATHER]])
+            else:
+                await self._fill()
+            while count:
+                taken = min(count, len(targets[at]) - filled)
+                filled, count = filled + taken, count - taken
+                hashers[at].advance(filled)
+                if filled == len(targets[at]):
+                    at, filled = at + 1, 0
 
     async def skip(self, count: int) -> None:
         """Read and drop bytes."""
@@ -127,7 +147,16 @@ class Channel:
             self._spins = _SPINS
         return count
 
-    async def _receive_spinning(self, target: memoryview) -> int | None:
+    async def _receive_scattered(self, targets: list[memoryview]) -> int:
+        """As `_receive`, into several buffers while bulk is flowing."""
+        count = await self._receive_spinning(targets) if self._spins and len(targets) > 1 else None
+        if count is None:
+            return await self._receive(targets[0])
+        if count == 0:
+            raise ConnectionLost("the peer closed the connection in the middle of a frame")
+        return count
+
+    async def _receive_spinning(self, target: memoryview | list[memoryview]) -> int | None:
         """Try a few turns of the loop before sleeping: while bulk is flowing, the next bytes are microseconds away.
 
         A sleep costs the sender a wake-up for every segment, which halves the throughput in a virtual machine
@@ -135,7 +164,7 @@ class Channel:
         """
         for _ in range(self._spins):
             try:
-                return self.sock.recv_into(target)
+                return self.sock.recvmsg_into(target)[0] if isinstance(target, list) else self.sock.recv_into(target)
             except BlockingIOError:
                 await asyncio.sleep(0)
             except OSError as error:

@@ -92,6 +92,9 @@ class TlsChannel(Channel):
             raise ConnectionLost("the peer closed the connection in the middle of a frame")
         return filled
 
+    async def _receive_scattered(self, targets: list[memoryview]) -> int:
+        return await self._receive(targets[0])
+
     async def _receive_raw(self) -> int:
         """Feed what the socket has into the TLS state. 0 at its end."""
         count = await super()._receive(self._raw, or_end=True)
