@@ -46,6 +46,7 @@ format: $(STAMP) ## Format the code
 bench: $(STAMP) ## Run the benchmarks (iperf3 is measured beside ours where it is installed)
 	$(BIN)/python -m bench.striped_fetch $(ARGS)
 	$(BIN)/python -m bench.match_scale $(ARGS)
+	$(BIN)/python -m bench.restart $(ARGS)
 	$(BIN)/python -m bench.arena_churn $(ARGS)
 
 lock: ## Renew constraints.txt from what the newest packages resolve to

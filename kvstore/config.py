@@ -57,6 +57,8 @@ class Config(BaseModel):
     low_watermark: float = Field(0.85, gt=0, le=1, description="share of DRAM at which it stops")
     put_wait: float = Field(1.0, ge=0, le=60, description="seconds a put waits for room before it gets `busy`")
     put_idle: float = Field(60.0, gt=0, le=3600, description="seconds without a slice after which a put is dropped")
+    durable_wait: float = Field(20.0, gt=0, le=600, description="seconds a durable put waits for SSD before it gets `busy`")
+    scrub_rate: Size = Field(32 << 20, ge=0, description="bytes a second that the scrubber verifies at rest; 0 turns it off")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="seconds a clean stop may spend on flushing")
     segment: Size = Field(64 << 20, ge=1 << 16, description="most bytes of a DRAM segment")
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
@@ -126,6 +128,9 @@ class Config(BaseModel):
             extent_bytes=self.extent,
             move_share=self.move_share,
             reader_threads=self.reader_threads,
+            durable_wait_s=self.durable_wait,
+            scrub_bytes_s=self.scrub_rate,
+            serve_while_loading=True,
             quotas=self.quotas(),
         )
 

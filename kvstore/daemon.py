@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -62,7 +63,10 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
             try:
                 async with data_plane.listen(listeners), _watching(guard, certificate, config, store, data_plane):
                     control.ready = (store, data_plane)
-                    _log.info("ready: data plane on %s", ", ".join(endpoints))
+                    _log.info("data plane on %s", ", ".join(endpoints))
+                    await _first_of(store.loaded, stop, store.died)
+                    if store.loaded.is_set():
+                        _log.info("ready")
                     await _first_of(stop, store.died)
                     control.ready = None
                     _log.info("stopping: flushing what is only in DRAM, for at most %.0f s", config.shutdown_timeout)
@@ -73,6 +77,9 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
     finally:
         await runner.cleanup()
     _log.info("stopped")
+    if store.stuck:
+        logging.shutdown()
+        os._exit(1)  # a thread waits for a disk that does not answer; a normal end would wait for it
 
 
 async def _guard(config: Config) -> Guard:

@@ -108,6 +108,13 @@ class NoSpace(KVStoreError):
     http_status = 507
 
 
+class DiskFailing(KVStoreError):
+    """The disk under the SSD tier refuses writes or does not answer: nothing can be made durable just now. Memory puts go on."""
+
+    code = "disk_failing"
+    http_status = 503
+
+
 class Unsupported(KVStoreError):
     """Well-formed, but not offered by this daemon."""
 

@@ -5,27 +5,40 @@ Whoever meets that marks the environment; the next one to open it copies what is
 """
 
 import logging
+import os
+import resource
 import shutil
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
 from kvstore.errors import DataDirError
+from kvstore.lmdb_walk import Walk, read_meta
 
 _log = logging.getLogger("kvstore.lmdb")
 
-STRUCTURAL = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.BadTxnError, lmdb.CursorFullError)
-"""The errors that mean damage, as against a full map or disk."""
+STRUCTURAL = (
+    lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.BadTxnError,
+    lmdb.CursorFullError, lmdb.PageFullError, lmdb.ProblemError,
+)  # fmt: skip
+"""The errors that mean damage, as against a full map or disk, or a write that failed."""
 
+DATA_FILE = "data.mdb"
 _MARK = "damaged"
-_BATCH = 10_000
+_BATCH = 1000
+_ROOM = 1 << 20
 
 
 def open_environment(path: Path, map_bytes: int, **options: Any) -> lmdb.Environment:
     """Open the environment in a folder, made if it is not there; a marked one is salvaged first. Raises DataDirError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_length(path)
     if (path / _MARK).exists():
         salvage(path, map_bytes)
     try:
@@ -63,51 +76,101 @@ def _open(path: Path, map_bytes: int, options: dict[str, Any]) -> lmdb.Environme
     return lmdb.open(str(path), map_size=map_bytes, mode=0o600, readahead=False, **options)
 
 
+def _check_length(path: Path) -> None:
+    """Have a data file that was cut short salvaged: read through a map, what is missing would be the end of the process (SIGBUS)."""
+    file = path / DATA_FILE
+    size = file.stat().st_size if file.exists() else 0
+    if not size:
+        return
+    meta = read_meta(file)
+    needed = 2 * 4096 if meta is None else max(2, meta.last_page + 1) * meta.page_size
+    if size < needed:
+        _log.error("%s has %d bytes and should have %d: it was cut short", file, size, needed)
+        mark_damaged(path)
+
+
+def map_address(path: Path) -> int:
+    """Where the data file of the environment in a folder is mapped into this process."""
+    wanted = (path / DATA_FILE).stat()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, device, inode, *_ = line.split(maxsplit=5)
+        if int(inode) == wanted.st_ino and offset.strip("0") == "":
+            major, minor = (int(part, 16) for part in device.split(":"))
+            if os.makedev(major, minor) == wanted.st_dev:
+                return int(span.split("-")[0], 16)
+    raise DataDirError(f"{path / DATA_FILE} is not mapped where it should be")
+
+
+def no_room(path: Path) -> bool:
+    """Whether a file of the environment in a folder can't grow. LMDB calls a write that was cut short an I/O error, whatever cut it."""
+    disk = os.statvfs(path)
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    grown = (path / DATA_FILE).stat().st_size + _ROOM
+    return disk.f_bavail * disk.f_frsize < _ROOM or (limit != resource.RLIM_INFINITY and grown > limit)
+
+
+class Gate:
+    """Many may pass at once, or one alone: an environment is only closed while nobody reads from it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Pass, once nobody wants to be alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until all are out, and keep others from coming in."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._inside)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed = False
+                self._changed.notify_all()
+
+
 def mark_damaged(path: Path) -> None:
     """Have the environment in a folder salvaged when it is opened next."""
     (path / _MARK).touch(mode=0o600)
 
 
 def salvage(path: Path, map_bytes: int) -> int:
-    """Copy every entry that can be reached, from both ends, into a fresh environment in the folder's place.
+    """Copy every entry that can be reached into a fresh environment in the folder's place.
 
     The damaged one is kept beside it, one generation of it. Returns the entries saved.
     """
     fresh = path.with_name(path.name + ".salvaged")
     shutil.rmtree(fresh, ignore_errors=True)
     started = time.monotonic()
-    source = lmdb.open(str(path), map_size=map_bytes, readonly=True, lock=False, readahead=False)
+    walk = Walk(path / DATA_FILE)
     target = _open(fresh, map_bytes, {})
     saved = 0
     try:
-        for forward in (True, False):
-            saved += _copy(source, target, forward=forward)
+        entries = iter(walk)
+        while some := list(islice(entries, _BATCH)):
+            with target.begin(write=True) as writer:
+                for key, value in some:
+                    saved += writer.put(key, value, overwrite=False) if len(key) <= target.max_key_size() else 0
     finally:
-        source.close()
         target.close()
     _set_aside(path)
     fresh.rename(path)
-    _log.error("%s was damaged: %d entries were saved in %.1f s", path, saved, time.monotonic() - started)
-    return saved
-
-
-def _copy(source: lmdb.Environment, target: lmdb.Environment, *, forward: bool) -> int:
-    """Copy entries from one end until something can't be read, or is there already."""
-    saved = 0
-    with source.begin(buffers=False) as reader, reader.cursor() as cursor:
-        step = cursor.next if forward else cursor.prev
-        try:
-            more = cursor.first() if forward else cursor.last()
-            while more:
-                with target.begin(write=True) as writer:
-                    for _ in range(_BATCH):
-                        if not writer.put(bytes(cursor.key()), bytes(cursor.value()), overwrite=False):
-                            return saved  # the two directions have met
-                        saved += 1
-                        if not (more := step()):
-                            break
-        except lmdb.Error as error:
-            _log.warning("reading %s ended at a damaged page: %s", "forward" if forward else "backward", error)
+    _log.error("%s was damaged: %d entries were saved, %d pages skipped, in %.1f s", path, saved, walk.skipped, time.monotonic() - started)
     return saved
 
 

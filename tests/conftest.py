@@ -13,8 +13,22 @@ from kvstore.tiers.ssd import BlobFile
 from kvstore_workers.daemon_process import DaemonProcess
 
 BLOCKING = [
-    *((Journal, name) for name in ("commit", "load", "namespaces", "page_numbers", "put_namespace", "drop_namespace", "__init__")),
-    *((BlobFile, name) for name in ("commit", "read", "stored_blobs", "namespace_numbers", "drop_namespace", "__init__")),
+    *(
+        (Journal, name)
+        for name in (
+            "commit",
+            "load",
+            "scan",
+            "salvage",
+            "probe",
+            "namespaces",
+            "page_numbers",
+            "put_namespace",
+            "drop_namespace",
+            "__init__",
+        )
+    ),
+    *((BlobFile, name) for name in ("commit", "read", "probe", "stored_blobs", "namespace_numbers", "drop_namespace", "__init__")),
     (DataDir, "__init__"),
 ]
 

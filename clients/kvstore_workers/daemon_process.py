@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +28,7 @@ class DaemonProcess:
         self.unix_endpoint = ""
         self.http = ""
         self.lines: deque[str] = deque(maxlen=200)
+        self._listening = threading.Event()
         self._ready = threading.Event()
         command = [sys.executable, "-m", "kvstore", "serve", "--data-dir", str(data_dir), "--port", "0", "--http-port", "0", *arguments]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
@@ -44,7 +44,10 @@ class DaemonProcess:
                 self.http = found[1]
             if found := re.search(r"data plane on (\S+?)(?:, (unix:\S+))?$", line.rstrip()):
                 self.endpoint, self.unix_endpoint = found[1], found[2] or ""
+                self._listening.set()
+            if line.rstrip().endswith("kvstore: ready"):
                 self._ready.set()
+        self._listening.set()
         self._ready.set()
 
     @property
@@ -53,9 +56,15 @@ class DaemonProcess:
         return self._process.pid
 
     def wait_ready(self, timeout: float = _READY_S) -> "DaemonProcess":
-        """Wait until it serves. Raises ConnectionLost with its last words if it does not."""
-        deadline = time.monotonic() + timeout
-        if not self._ready.wait(max(0.0, deadline - time.monotonic())) or not self.endpoint:
+        """Wait until all its pages are back. Raises ConnectionLost with its last words if they do not come."""
+        return self._wait(self._ready, timeout)
+
+    def wait_listening(self, timeout: float = _READY_S) -> "DaemonProcess":
+        """Wait until it serves, which may be while it is loading. Raises ConnectionLost with its last words if it does not."""
+        return self._wait(self._listening, timeout)
+
+    def _wait(self, event: threading.Event, timeout: float) -> "DaemonProcess":
+        if not event.wait(timeout) or not self.endpoint:
             self.kill()
             raise ConnectionLost("the daemon did not start: " + " | ".join(list(self.lines)[-3:]))
         return self

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from kvstore.api.data_plane import DataPlane
 from kvstore.store import Store
+from kvstore.store.ssd_state import SSD_STATES
 from kvstore.store.stats import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,18 +39,30 @@ class StoreCollector(Collector):
             pages.add_metric([space.id], space.tree.page_count)
             blobs.add_metric([space.id], space.blobs.count)
         yield from (pages, blobs)
+        state = GaugeMetricFamily("kvstore_ssd_state", "1 for the state that the disk under the SSD tier is in", labels=["state"])
+        for known in SSD_STATES:
+            state.add_metric([known], self._store.ssd_state.state == known)
+        yield state
         segments = self._store.dram_segments
         for name, text, value in (
             ("dram_segments", "DRAM segments", segments.count),
             ("dram_segment_bytes", "Bytes of DRAM segments, free slots included", segments.reserved),
             ("dram_segment_held_bytes", "Bytes of DRAM segments that are not empty", segments.held),
+            ("loading_pages", "Pages still to come back from the journal, about", _still_loading(self._store)),
+            ("scrub_last_pass_seconds", "When the last whole scrub ended, Unix time", self._store.scrubber.progress.last_pass),
             ("leases", "Leases held by clients", len(self._store.leases)),
             ("puts_open", "Puts under way", self._store.puts_open),
-            ("writeback_backlog_pages", "Pages waiting to be written to SSD", self._store.backlog),
+            ("writeback_backlog_pages", "Pages waiting to be written to SSD", len(self._store.backlog)),
+            ("writeback_backlog_bytes", "Bytes waiting to be written to SSD", self._store.backlog.nbytes),
+            ("writeback_backlog_bytes_smoothed", "The same, averaged over ten seconds", self._store.backlog.smoothed_bytes),
             ("sessions", "Client sessions", len(self._data_plane.sessions)),
             ("connections", "Data-plane connections", self._data_plane.connection_count),
         ):
             yield GaugeMetricFamily(f"kvstore_{name}", text, value=value)
+
+
+def _still_loading(store: Store) -> int:
+    return max(store.loading.of_about - store.loading.pages, 1) if store.loading is not None else 0
 
 
 def render(store: Store, data_plane: DataPlane) -> bytes:

@@ -13,6 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from kvstore.errors import BadRequest
 from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
+from kvstore.store.recovery import LoadProgress
+from kvstore.store.scrub import ScrubProgress
+from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.verify import CheckReport
 from kvstore.tiers.dram import SegmentUsage
@@ -199,9 +202,11 @@ class Health(ReplyModel):
 
 
 class Readiness(ReplyModel):
-    """The store is loaded, and this is where."""
+    """It serves, and this is where. While it loads, matches give what is there already, and puts get `busy`."""
 
-    status: Literal["ready"] = "ready"
+    status: Literal["ready", "loading"] = "ready"
+    loading: Annotated[LoadProgress | None, Field(description="pages that are back, while it loads")] = None
+    ssd_state: Annotated[SsdState | None, Field(description="if the disk is not well; the store serves on from DRAM")] = None
     epoch: Annotated[int, Field(description="changes with every start of the daemon")]
     endpoints: Annotated[list[str], Field(description="the data plane's addresses")]
 
@@ -232,7 +237,12 @@ class Stat(ReplyModel):
     totals: Annotated[Stats | None, Field(description="counters since start")] = None
     pending_pages: Annotated[int | None, Field(description="pages of which other shards are still to come")] = None
     pinned_blobs: int | None = None
+    loading: LoadProgress | None = None
+    ssd_state: SsdState | None = None
+    scrub: ScrubProgress | None = None
     writeback_backlog_pages: int | None = None
+    writeback_backlog_bytes: int | None = None
+    writeback_backlog_bytes_smoothed: int | None = None
     tasks: Annotated[int | None, Field(description="live tasks of the daemon's loop")] = None
     descriptors: int | None = None
     rss_bytes: Annotated[int | None, Field(description="resident memory, DRAM segments included")] = None

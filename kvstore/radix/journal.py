@@ -6,9 +6,11 @@ call from an executor thread. A record is only ever written after the bytes it n
 
 import json
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -19,10 +21,12 @@ from xxhash import xxh3_128_digest
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
 from kvstore.kvspec import PartRange, canonical_json
-from kvstore.lmdb_files import STRUCTURAL, mark_damaged, open_environment, open_readonly
+from kvstore.lmdb_files import STRUCTURAL, Gate, mark_damaged, open_environment, open_readonly
 
-_NAMESPACE, _PAGE = b"N", b"P"
+_NAMESPACE, _PAGE, _PROBE = b"N", b"P", b"T"
 _RECORD_VERSION = 1
+SCAN_RECORDS = 16_384
+"""Page records read in one go: some tens of milliseconds."""
 _HAS_LABEL = 1
 _HEAD = struct.Struct("<BBHI32s16s16sQI")
 _PART = struct.Struct("<BxHHHH16sI")
@@ -82,12 +86,21 @@ class JournalBatch:
 
 @dataclass(frozen=True, slots=True)
 class RecordGroup:
-    """Page records of one shape as parallel arrays, row i of each being one page."""
+    """Page records with as many parts each, all with a label or all without, as parallel arrays: row i of each is one page."""
 
     keys: npt.NDArray[np.uint8]
     head: npt.NDArray[Any]
     labels: npt.NDArray[np.uint8] | None
     parts: npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordBatch:
+    """Some page records: those that verify, the keys of those that do not, and the key to go on behind (None at the end)."""
+
+    groups: list[RecordGroup]
+    bad: list[bytes]
+    resume: bytes | None
 
 
 def encode_page(namespace_digest: bytes, record: PageRecord) -> bytes:
@@ -114,11 +127,34 @@ class Journal:
 
     def __init__(self, path: FilePath, map_bytes: int = 0, *, readonly: bool = False) -> None:
         self._path = path
+        self._map_bytes = map_bytes
+        self._gate = Gate()
         self._env = open_readonly(path) if readonly else open_environment(path, map_bytes, max_spare_txns=2)
 
-    def mark_damaged(self) -> None:
-        """Have it salvaged when it is opened next."""
+    def probe(self) -> None:
+        """Write and delete a record, durably, to see whether the disk takes it. Raises lmdb.Error or OSError.
+
+        An environment that gave up when a write failed is opened anew first.
+        """
+        for attempt in (1, 2):
+            try:
+                with self._env.begin(write=True) as txn:
+                    txn.put(_PROBE, b"")
+                break
+            except (lmdb.PanicError, lmdb.BadTxnError):
+                if attempt == 2:
+                    raise
+                with self._gate.alone():
+                    self._env.close()
+                    self._env = open_environment(self._path, self._map_bytes, max_spare_txns=2)
+        with self._write() as txn:
+            txn.delete(_PROBE)
+
+    def salvage(self) -> None:
+        """Its structure is damaged: close it, and open a fresh one with what can be read of it."""
         mark_damaged(self._path)
+        self._env.close()
+        self._env = open_environment(self._path, self._map_bytes, max_spare_txns=2)
 
     def close(self) -> None:
         """Close the environment."""
@@ -130,7 +166,7 @@ class Journal:
             with self._env.begin(write=True) as txn:
                 yield txn
         except STRUCTURAL:
-            self.mark_damaged()
+            mark_damaged(self._path)
             raise
 
     def namespaces(self) -> tuple[list[NamespaceRecord], list[int]]:
@@ -196,49 +232,96 @@ class Journal:
             for number, key, record in batch.put_pages:
                 txn.put(_page_key(number, key), record)
 
+    def scan(
+        self, number: int, namespace_digest: bytes, label_bytes: int, after: bytes | None = None, limit: int = SCAN_RECORDS
+    ) -> RecordBatch:
+        """The next page records of a namespace, at most `limit`, from the key behind `after` on."""
+        prefix = _PAGE + number.to_bytes(4, "big")
+        with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
+            start = prefix if after is None else prefix + after + b"\0"
+            items = list(islice(cursor.iternext(), limit)) if cursor.set_range(start) else []
+        more = len(items) == limit
+        if items and not items[-1][0].startswith(prefix):
+            del items[bisect_left(items, True, key=lambda item: not item[0].startswith(prefix)) :]
+            more = False
+        keys, values = [key[5:] for key, _ in items], [value for _, value in items]
+        groups, bad = _verified(namespace_digest, keys, values, label_bytes)
+        return RecordBatch(groups, bad, keys[-1] if more else None)
+
     def load(self, number: int, namespace_digest: bytes, label_bytes: int) -> tuple[list[RecordGroup], list[bytes]]:
         """All page records of a namespace that verify, grouped by shape, and the keys of those that do not."""
-        prefix = _PAGE + number.to_bytes(4, "big")
-        by_shape: dict[tuple[int, int], tuple[list[bytes], list[bytes]]] = {}
-        bad: list[bytes] = []
-        with self._env.begin() as txn, txn.cursor() as cursor:
-            if not cursor.set_range(prefix):
-                return [], bad
-            for raw_key, value in cursor:
-                if not raw_key.startswith(prefix):
-                    break
-                key = raw_key[5:]
-                if not _verifies(namespace_digest, key, value, label_bytes):
-                    bad.append(key)
-                    continue
-                keys, values = by_shape.setdefault((value[1], len(value)), ([], []))
-                keys.append(key)
-                values.append(value)
-        return [_group(keys, values, label_bytes) for keys, values in by_shape.values()], bad
+        batches = [self.scan(number, namespace_digest, label_bytes)]
+        while batches[-1].resume is not None:
+            batches.append(self.scan(number, namespace_digest, label_bytes, batches[-1].resume))
+        return merge_groups([g for batch in batches for g in batch.groups]), [key for batch in batches for key in batch.bad]
+
+    @property
+    def entries(self) -> int:
+        """Records in the file, of pages and of namespaces."""
+        entries: int = self._env.stat()["entries"]
+        return entries
 
     def delete_raw(self, number: int, keys: Iterable[bytes]) -> None:
         """Delete records whatever their keys look like (a damaged key need not be 32 bytes)."""
         self.commit(JournalBatch(delete_pages=[(number, key) for key in keys]))
 
 
-def _verifies(namespace_digest: bytes, key: bytes, value: bytes, label_bytes: int) -> bool:
-    if len(key) != KEY_BYTES or len(value) < _HEAD.size + DIGEST_BYTES:
-        return False
-    body = value[:-DIGEST_BYTES]
-    if xxh3_128_digest(namespace_digest + key + body) != value[-DIGEST_BYTES:]:
-        return False
-    expected = _HEAD.size + (label_bytes if body[1] & _HAS_LABEL else 0) + _PART.size * int.from_bytes(body[2:4], "little")
-    return body[0] == _RECORD_VERSION and len(body) == expected
+def _verified(namespace_digest: bytes, keys: list[bytes], values: list[bytes], label_bytes: int) -> tuple[list[RecordGroup], list[bytes]]:
+    """Check all digests and lengths. What is read in one go is sorted by length first, so that the work is on whole arrays."""
+    groups, bad = [], []
+    by_length: dict[tuple[int, int], list[int]] = {}
+    for index, length in enumerate(zip(map(len, keys), map(len, values), strict=True)):
+        by_length.setdefault(length, []).append(index)
+    for (key_bytes, value_bytes), members in by_length.items():
+        if key_bytes != KEY_BYTES or value_bytes < _HEAD.size + DIGEST_BYTES:
+            bad += [keys[i] for i in members]
+            continue
+        some_keys = np.frombuffer(b"".join([keys[i] for i in members]), np.uint8).reshape(-1, KEY_BYTES)
+        rows = np.frombuffer(b"".join([values[i] for i in members]), np.uint8).reshape(-1, value_bytes)
+        good = _digests_match(namespace_digest, some_keys, rows)
+        good &= rows[:, 0] == _RECORD_VERSION
+        labelled, parts = rows[:, 1] & _HAS_LABEL, np.ascontiguousarray(rows[:, 2:4]).view("<u2")[:, 0].astype(np.int64)
+        good &= _HEAD.size + labelled * label_bytes + parts * _PART.size + DIGEST_BYTES == value_bytes
+        bad += [keys[members[i]] for i in np.flatnonzero(~good).tolist()]
+        for flag in np.unique(labelled[good]).tolist():
+            chosen = good & (labelled == flag)
+            groups.append(_group(some_keys[chosen], rows[chosen], label_bytes))
+    return groups, bad
 
 
-def _group(keys: list[bytes], values: list[bytes], label_bytes: int) -> RecordGroup:
-    size = len(values[0])
-    rows = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), size)
+def _digests_match(namespace_digest: bytes, keys: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    head, body = len(namespace_digest), rows.shape[1] - DIGEST_BYTES
+    whole = np.empty((len(rows), head + KEY_BYTES + body), np.uint8)
+    whole[:, :head] = np.frombuffer(namespace_digest, np.uint8)
+    whole[:, head : head + KEY_BYTES] = keys
+    whole[:, head + KEY_BYTES :] = rows[:, :body]
+    view, width = whole.reshape(-1).data, whole.shape[1]
+    digests = b"".join([xxh3_128_digest(view[at : at + width]) for at in range(0, whole.size, width)])
+    same: npt.NDArray[np.bool_] = (rows[:, body:] == np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)).all(axis=1)
+    return same
+
+
+def _group(keys: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8], label_bytes: int) -> RecordGroup:
     at = _HEAD.size
     head = np.ascontiguousarray(rows[:, :at]).view(_HEAD_DTYPE)[:, 0]
     labels = None
-    if values[0][1] & _HAS_LABEL:
-        labels = rows[:, at : at + label_bytes]
+    if rows[0, 1] & _HAS_LABEL:
+        labels = np.ascontiguousarray(rows[:, at : at + label_bytes])
         at += label_bytes
-    parts = np.ascontiguousarray(rows[:, at : size - DIGEST_BYTES]).view(_PART_DTYPE)
-    return RecordGroup(np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES), head, labels, parts)
+    parts = np.ascontiguousarray(rows[:, at : rows.shape[1] - DIGEST_BYTES]).view(_PART_DTYPE)
+    return RecordGroup(keys, head, labels, parts)
+
+
+def merge_groups(groups: list[RecordGroup]) -> list[RecordGroup]:
+    """The same records in one group a shape."""
+    by_shape: dict[tuple[bool, int], list[RecordGroup]] = {}
+    for group in groups:
+        by_shape.setdefault((group.labels is None, group.parts.shape[1]), []).append(group)
+    return [
+        RecordGroup(
+            np.concatenate([g.keys for g in same]), np.concatenate([g.head for g in same]),
+            np.concatenate([g.labels for g in same if g.labels is not None]) if same[0].labels is not None else None,
+            np.concatenate([g.parts for g in same]),
+        )
+        for same in by_shape.values()
+    ]  # fmt: skip

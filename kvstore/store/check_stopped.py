@@ -14,8 +14,10 @@ from kvstore.errors import DataDirError, KVStoreError, NotFound
 from kvstore.lmdb_files import is_marked
 from kvstore.radix.check import check as check_tree
 from kvstore.radix.journal import Journal, NamespaceRecord
+from kvstore.radix.loading import TreeLoad
 from kvstore.store.check import check_blobs
 from kvstore.store.datadir import DataDir
+from kvstore.store.recovery import prepare
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.stats import Stats
 from kvstore.store.verify import MAX_DAMAGE, CheckProgress, CheckReport, NamespaceChecked, needed_by, note_losses
@@ -108,16 +110,19 @@ class _Check:
         if space.digest != record.digest:
             self._report.add("namespace", space.id, "the record's digest is not that of its settings")
             return
-        result = space.load(groups)
-        checked.pages, checked.blobs = result.pages, space.blobs.count
-        checked.lost_pages = len(lost) + len(result.orphans)
-        if result.orphans:
+        plan, blob = prepare(space, groups)
+        load = TreeLoad(space.tree, plan, blob)
+        while load.step():
+            pass
+        checked.pages, checked.blobs = space.tree.page_count, space.blobs.count
+        checked.lost_pages = len(lost) + len(plan.orphans)
+        if plan.orphans:
             self._report.add(
                 "record", space.id,
-                f"{len(result.orphans)} page records hang from nothing: a page before them is missing or of another version",
+                f"{len(plan.orphans)} page records hang from nothing: a page before them is missing or of another version",
             )  # fmt: skip
         try:
-            check_tree(space.tree)
+            check_tree(space.tree, compressed=False)
             check_blobs(space)
         except AssertionError as error:
             self._report.add("tree", space.id, f"the tree built from the records breaks a rule: {error}")

@@ -49,11 +49,14 @@ class _Units:
         return _Units(self.slot[order], self.group[order], self.recency[order], self.nbytes[order])
 
 
-def dram_victims(spaces: list[Space], wanted: int) -> list[Unit]:
-    """The coldest unleased units of all namespaces that together hold `wanted` bytes in DRAM, coldest first."""
+def dram_victims(spaces: list[Space], wanted: int, *, only_written: bool = False) -> list[Unit]:
+    """The coldest unleased units of all namespaces that together hold `wanted` bytes in DRAM, coldest first.
+
+    With `only_written`, only of pages that are on SSD as they are.
+    """
     found: list[Unit] = []
     for space in spaces:
-        units = _in_dram(space)
+        units = _in_dram(space, only_written=only_written)
         if len(units.slot):
             found += _listed(space, units.coldest(-(-wanted // int(units.nbytes.min()))))
     found.sort(key=lambda unit: unit.recency)
@@ -65,10 +68,12 @@ def dram_victims(spaces: list[Space], wanted: int) -> list[Unit]:
     return found
 
 
-def _in_dram(space: Space) -> _Units:
+def _in_dram(space: Space, *, only_written: bool) -> _Units:
     tree, blobs = space.tree, space.blobs
     slots = tree.live_slots()
     slots = slots[tree.pages.leases[slots] == 0]
+    if only_written:
+        slots = slots[~space.unwritten(slots)]
     owner, part = tree.parts.of(tree.pages.part[slots])
     rows = tree.parts.blob[part]
     resident = (blobs.slot[rows] != NO_SLOT) & (blobs.pins[rows] == 0)

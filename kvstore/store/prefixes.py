@@ -93,6 +93,8 @@ class Prefixes:
         """Delete the page `from_page` of a path and all below it, on every tier. Returns the pages; durable when this returns."""
         if from_page < 0:
             raise BadRequest(f"from_page is {from_page}")
+        if space.loading:
+            raise Busy(f"namespace {space.settings.name!r} is still being loaded: nothing can be deleted yet", retry_after_ms=500)
         if from_page >= path.pages:
             return 0
         tree = space.tree

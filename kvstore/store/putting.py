@@ -75,6 +75,9 @@ class Puts:
         if len(self._open) >= MAX_OPEN_PUTS:
             self._stats.puts_busy += 1
             raise Busy("too many puts are under way", retry_after_ms=100)
+        if space.loading:
+            self._stats.puts_busy += 1
+            raise Busy(f"namespace {space.settings.name!r} is still being loaded: it can be read, and written to soon", retry_after_ms=500)
         if len(request.tokens) % space.tree.pages.token_bytes:
             raise BadRequest(f"a put covers whole pages of {space.spec.label_words} tokens, not {len(request.tokens) / 4:g} tokens")
         check_parts(space.spec, request, base.pages + len(request.tokens) // space.tree.pages.token_bytes)

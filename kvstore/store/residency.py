@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from kvstore.errors import Busy, Corrupt, KVStoreError, NoSpace, NotFound
+from kvstore.errors import Busy, Corrupt, DiskFailing, KVStoreError, NoSpace, NotFound
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
 from kvstore.store.quotas import Quotas, room_to_make
 from kvstore.store.space import Space
@@ -167,7 +167,7 @@ class Residency:
 
     async def _add_segment(self, room: Room) -> None:
         try:
-            segment = await asyncio.get_running_loop().run_in_executor(self._readers, make_segment, room)
+            segment = await asyncio.to_thread(make_segment, room)  # not behind reads that wait for a disk
         except OSError as error:
             self._arena.cancel_segment(room)
             raise NoSpace(f"the machine has no memory for a segment of {room.nbytes} bytes: {error}") from error
@@ -334,7 +334,7 @@ class Residency:
 
     async def _reclaim(self, wanted: int, tenant: str | None = None) -> int:
         freed, pending = 0, []
-        for unit in dram_victims(self._of(tenant), wanted):
+        for unit in dram_victims(self._of(tenant), wanted, only_written=not self.writeback.state.ok):
             slot = unit.space.tree.pages.find_key(unit.key)
             if slot >= 0 and unit.space.is_durable(slot):
                 freed += free_dram(unit)
@@ -350,18 +350,24 @@ class Residency:
         by_space: dict[int, tuple[Space, list[bytes]]] = {}
         for unit in units:
             by_space.setdefault(unit.space.number, (unit.space, []))[1].append(unit.key)
+        stay: set[int] = set()
         for space, keys in by_space.values():
             try:
                 await self.writeback.make_durable(space, keys)
             except NoSpace as error:
-                _log.warning("dropping %d pages from DRAM: %s", len(keys), error.message)
+                if self.writeback.state.ok:
+                    _log.warning("dropping %d pages from DRAM: %s", len(keys), error.message)
+                else:
+                    stay.add(space.number)  # the disk may have room again soon
+            except (Busy, DiskFailing):
+                stay.add(space.number)
         for unit in units:
             slot = unit.space.tree.pages.find_key(unit.key)
             if slot < 0 or unit.space.tree.pages.leases[slot]:
                 continue
             if unit.space.is_durable(slot):
                 free_dram(unit)
-            else:
+            elif unit.space.number not in stay:
                 drop(unit)
         return before - self._arena.usage().used
 
@@ -372,7 +378,7 @@ class Residency:
     def make_ssd_room(self, wanted: int, now: float, tenant: str | None = None) -> int:
         """Give up the coldest unprotected pages on SSD (of a tenant, if given). Returns the bytes that the next commit will free."""
         freed = 0
-        spaces = sorted(self._of(tenant), key=lambda s: s.blobs.count, reverse=True)
+        spaces = sorted((s for s in self._of(tenant) if not s.loading), key=lambda s: s.blobs.count, reverse=True)
         for space in spaces:
             if freed >= wanted:
                 break

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import BadRequest
-from kvstore.kvspec import KVSpec, PartRange, SliceLayout, namespace_digest
+from kvstore.kvspec import KVSpec, PartRange, namespace_digest
 from kvstore.radix.components import ComponentRules
-from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord, RecordGroup
-from kvstore.radix.loading import LoadResult, load_tree
+from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
 from kvstore.radix.pages import DURABLE, GHOST, Slots
 from kvstore.radix.tree import Extras, NewPages, Path, RadixTree, Removed
 from kvstore.radix.usefulness import useless_parts
@@ -105,13 +104,16 @@ class Space:
         self.tree = RadixTree(self.digest, self.spec.label_words, max_pages, ComponentRules.of(self.spec))
         self.blobs = BlobTable(2 * max_pages)
         self.dropped = False
+        self.loading = False
+        """Whether pages are still being read from the journal; then it takes no puts, and nothing of it leaves SSD."""
+        self.incomplete = False
+        """Whether the journal holds pages that are not in the tree."""
+        self._lost_while_loading: set[int] = set()
         self.end_holds: Callable[[Space, int], None]
         """Set by the store: shorten the leases, and end the puts, that hold the page in a slot or one below it."""
         self.resident_bytes = 0
         self.spoiled: set[int] = set()
         """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""
-        self.last_record = 0.0
-        """When the newest record that was loaded had been written, in seconds since 1970."""
         self._arena = arena
         self._trash = trash
         self.stats = stats
@@ -251,7 +253,7 @@ class Space:
 
     def _drop_useless(self, path: Path) -> None:
         """Drop optional parts that no boundary can use any more, now that something changed at or after the end of `path`."""
-        for rule in self.tree.rules.optional:
+        for rule in self.tree.rules.optional if not self.loading else ():  # what is still to come may use them
             for slot in useless_parts(self.tree, rule, path):
                 self.stats.useless_parts += 1
                 self._drop_parts(slot, rule.bit)
@@ -290,6 +292,8 @@ class Space:
         """A blob's bytes are gone in every tier: the pages that need it go, with their subtrees, or only lose an optional component."""
         if self.dropped:
             return
+        if self.loading:
+            self._lost_while_loading.add(row)
         live = self.tree.live_slots()
         owner, part = self.tree.parts.of(self.tree.pages.part[live])
         hit = self.tree.parts.blob[part] == row
@@ -367,28 +371,21 @@ class Space:
             ),
         )  # fmt: skip
 
-    def load(self, groups: list[RecordGroup]) -> LoadResult:
-        """Fill an empty namespace from its journal records; their blobs are taken to be on SSD."""
-        layouts: dict[tuple[int, ...], SliceLayout] = {}
+    # --- loading -------------------------------------------------------------------------------------------------------
 
-        def blobs_of(parts: npt.NDArray[np.void]) -> Slots:
-            rows = np.empty(parts.shape, np.int32)
-            for at, part in np.ndenumerate(parts):
-                geometry = (int(part["component"]), *(int(x) for x in part["ranges"]))
-                layout = layouts.get(geometry)
-                if layout is None:
-                    layout = layouts[geometry] = self.spec.slice_layout(PartRange(*geometry))
-                blob = part["blob"].tobytes()
-                row = self.blobs.find(blob)
-                if row < 0:
-                    row = self.blobs.add(blob, layout)
-                    self.blobs.on_ssd[row] = True
-                self.blobs.pages[row] += 1
-                self.blobs.durable_pages[row] += 1
-                rows[at] = row
-            return rows
+    def forget_records(self, keys: list[bytes], rows: Slots | None = None) -> None:
+        """Records of pages that are not in the tree are to be deleted; `rows` are the blobs that they counted for, with repeats."""
+        self._trash.records += [(self.number, key) for key in keys]
+        if rows is not None:
+            np.subtract.at(self.blobs.pages, rows, 1)
+            np.subtract.at(self.blobs.durable_pages, rows, 1)
+            for row in np.unique(rows).tolist():
+                self.settle(row)
 
-        result = load_tree(self.tree, groups, blobs_of)
-        self.last_record = max((float(group.head["created_ms"].max()) / 1000 for group in groups), default=0.0)
-        self._trash.records += [(self.number, key) for key in result.orphans]
-        return result
+    def lose_again(self) -> None:
+        """All pages are loaded: give up those too that need a blob which was lost meanwhile."""
+        rows, self._lost_while_loading = self._lost_while_loading, set()
+        self.loading = False
+        for row in rows:
+            if self.blobs.pages[row] and not self.blobs.on_ssd[row] and self.blobs.slot[row] == NO_SLOT:
+                self.lose_blob(row)

@@ -36,3 +36,7 @@ class Stats:
     dedup_blobs: int = 0
     group_commits: int = 0
     ssd_errors: int = 0
+    scrubbed_blobs: int = 0
+    scrubbed_stored_bytes: int = 0
+    scrub_repaired: int = 0
+    scrub_unreadable: int = 0

@@ -5,7 +5,6 @@ block is in two bounded executors.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -19,9 +18,11 @@ import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import BadRequest, Conflict, KVStoreError, MissingParent, NotFound, UnknownNamespace
+from kvstore.lmdb_files import DATA_FILE
 from kvstore.radix.journal import Journal
 from kvstore.radix.pages import DURABLE
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.store.backlog import Backlog
 from kvstore.store.clock import Clock
 from kvstore.store.datadir import DataDir
 from kvstore.store.following import Following
@@ -32,10 +33,12 @@ from kvstore.store.prefixes import Prefixes, rows_to_load
 from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
 from kvstore.store.quotas import Quota, Quotas, SsdBudget
-from kvstore.store.recovery import Recovery
+from kvstore.store.recovery import LoadProgress, Recovery
 from kvstore.store.residency import Held, Residency
+from kvstore.store.scrub import Scrubber
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.spaces import Spaces
+from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.vacate import Vacator
 from kvstore.store.writeback import Writeback
@@ -48,6 +51,7 @@ from kvstore.tiers.watermarks import Watermarks
 _log = logging.getLogger("kvstore.store")
 
 _SWEEP_S = 0.5
+_SWEEP_BLOBS = 2048
 _SETTLE_POLL_S = 0.001
 
 
@@ -67,6 +71,8 @@ class StoreConfig:
     watermarks: Watermarks = field(default_factory=Watermarks)
     put_wait_s: float = 1.0
     put_idle_s: float = 60.0
+    durable_wait_s: float = 20.0
+    scrub_bytes_s: int = 0
     shutdown_s: float = 30.0
     batch_bytes: int = 64 << 20
     segment_bytes: int = 64 << 20
@@ -74,6 +80,8 @@ class StoreConfig:
     reader_threads: int = 4
     move_share: float = 0.5
     journal_bytes: int = 16 << 30
+    serve_while_loading: bool = False
+    """Open before all pages are back from the journal; `Store.loading` says how far it is."""
     quotas: Mapping[str, Quota] = field(default_factory=dict)
 
 
@@ -103,6 +111,10 @@ class Store:
         self.epoch = time.time_ns()
         self.died = asyncio.Event()
         """Set when a background task has died of a bug: the daemon should then end, and be started anew."""
+        self.loaded = asyncio.Event()
+        """Set once all pages are back from the journal."""
+        self.stuck = False
+        """Whether a write did not end when the store was closed; then a thread is left that only the end of the process ends."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
         self._clock = Clock()
@@ -124,20 +136,31 @@ class Store:
         try:
             await loop.run_in_executor(self._writer, self._open_files)
             self._wire_up()
-            await self._load()
+            spaces, self._next_number = await self._recovery.find(self._new_space)
+            for space in spaces:
+                self._spaces.add(space)
         except BaseException:
             self._dir.close()
             self._writer.shutdown(wait=False)
             self._readers.shutdown(wait=False)
             raise
         self._writeback_task = asyncio.create_task(self._writeback.run(), name="kvstore-writeback")
+        load = asyncio.create_task(self._load(), name="kvstore-load")
         self._tasks = [
+            load,
             asyncio.create_task(self._residency.run(), name="kvstore-mover"),
             asyncio.create_task(self._sweep_leases(), name="kvstore-leases"),
-            asyncio.create_task(self._sweep_orphans(), name="kvstore-sweep"),
+            asyncio.create_task(self._sweep_orphans(load), name="kvstore-sweep"),
+            asyncio.create_task(self._scrub(load), name="kvstore-scrub"),
         ]
         for task in (self._writeback_task, *self._tasks):
             task.add_done_callback(self._note_death)
+        if not self.config.serve_while_loading:
+            try:
+                await asyncio.shield(load)
+            except BaseException:
+                await self.__aexit__()
+                raise
         return self
 
     def _note_death(self, task: "asyncio.Task[None]") -> None:
@@ -146,6 +169,8 @@ class Store:
             self.died.set()
 
     def _open_files(self) -> None:
+        if (journal := self._dir.journal / DATA_FILE).exists():  # until its records say it better
+            self._clock.not_before(journal.stat().st_mtime)
         self._journal = Journal(self._dir.journal, self.config.journal_bytes)
         self._blob_file = BlobFile(self._dir.blobs, self.config.ssd_bytes, self.config.extent_bytes)
         usage = self._blob_file.usage()
@@ -167,6 +192,7 @@ class Store:
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
             lambda wanted, tenant: self._residency.make_ssd_room(wanted, self._clock.now(), tenant), self._arena.view, config.batch_bytes,
             self._clock.now, lambda make_room: SsdBudget(self.quotas, self._ssd_used_by, make_room),
+            config.durable_wait_s,
         )  # fmt: skip
         self._residency.writeback = self._writeback
         self._puts = Puts(
@@ -180,18 +206,18 @@ class Store:
             config.ssd_bytes,
             self.quotas,
         )
+        self.scrubber = Scrubber(
+            self._blob_file, self._writeback, self._readers, lambda: self._spaces, self._arena.view,
+            self._residency.discard_bad_copy, self.stats, config.scrub_bytes_s,
+        )  # fmt: skip
+        self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats, self._clock.not_before)
 
         self._prefixes = Prefixes(self._residency, self._writeback, self.pins, self._use)
         self.following = Following(self._puts, config.put_idle_s)
 
     async def _load(self) -> None:
-        loop = asyncio.get_running_loop()
-        recovery = Recovery(self._dir.journal, self.config.journal_bytes, self._new_space, self.stats)
-        self._journal, spaces, self._next_number = await recovery.run(self._journal, self._writer, loop)
-        self._writeback.journal = self._journal
-        for space in spaces:
-            self._spaces.add(space)
-            self._clock.not_before(space.last_record)
+        await self._recovery.run()
+        self.loaded.set()
 
     async def __aexit__(self, *_: object) -> None:
         self._puts.close()
@@ -199,10 +225,12 @@ class Store:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(KVStoreError):
-            await self._flush()
-        await self._writeback.stop(self._writeback_task)
-        await asyncio.to_thread(self._close_files)
+        await self._flush()
+        if await self._writeback.stop(self._writeback_task, self.config.shutdown_s):
+            await asyncio.to_thread(self._close_files)
+        else:
+            _log.critical("a write to SSD does not end: it is left behind, unfinished")
+            self.stuck = True
         self._arena.close()
         self._dir.close()
 
@@ -222,12 +250,19 @@ class Store:
             dirty += [(r, space, space.tree.pages.key_bytes(s)) for r, s in zip(recency, slots.tolist(), strict=True)]
         dirty.sort(key=lambda item: item[0], reverse=True)
         deadline = time.monotonic() + self.config.shutdown_s
-        written = 0
-        while written < len(dirty) and time.monotonic() < deadline:
-            chunk = dirty[written : written + 64]
+        done = written = 0
+        while done < len(dirty) and time.monotonic() < deadline:
+            chunk = dirty[done : done + 64]
             for space in {id(s): s for _, s, _ in chunk}.values():
-                await self._writeback.make_durable(space, [key for _, s, key in chunk if s is space])
-            written += len(chunk)
+                keys = [key for _, s, key in chunk if s is space]
+                try:
+                    await self._writeback.make_durable(space, keys, wait_s=deadline - time.monotonic())
+                except KVStoreError as error:
+                    _log.error("can't flush: %s", error.message)
+                    deadline = 0.0
+                    break
+                written += len(keys)
+            done += len(chunk)
         _log.info("flushed %d pages, dropped %d that were only in DRAM", written, len(dirty) - written)
 
     async def _sweep_leases(self) -> None:
@@ -240,8 +275,13 @@ class Store:
             self._puts.sweep(now)
             self.following.sweep(now)
 
-    async def _sweep_orphans(self) -> None:
+    async def _scrub(self, load: "asyncio.Task[None]") -> None:
+        await asyncio.wait([load])
+        await self.scrubber.run()
+
+    async def _sweep_orphans(self, load: "asyncio.Task[None]") -> None:
         """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""
+        await asyncio.wait([load])
         try:
             await self._find_orphans()
         except lmdb.Error as error:
@@ -256,12 +296,21 @@ class Store:
                 async with self._writeback.lock:
                     await loop.run_in_executor(self._writer, self._blob_file.drop_namespace, number)
         for space in known.values():
-            found = await loop.run_in_executor(self._readers, self._blob_file.stored_blobs, space.number)
-            orphans = [(space.number, blob, n * self._blob_file.extent_bytes) for blob, n in found if space.blobs.find(blob) < 0]
-            self._trash.blobs += orphans
-            if orphans:
-                _log.info("namespace %s: sweeping %d blobs that no page names", space.id, len(orphans))
+            await self._find_orphans_of(space)
         self._writeback.poke()
+
+    async def _find_orphans_of(self, space: Space) -> None:
+        loop, after, swept = asyncio.get_running_loop(), b"", 0
+        while not (space.incomplete or space.dropped):
+            found = await loop.run_in_executor(self._readers, self._blob_file.stored_blobs, space.number, after, _SWEEP_BLOBS)
+            orphans = [(space.number, blob, n * self._blob_file.extent_bytes) for blob, n in found if space.blobs.find(blob) < 0]
+            self._trash.blobs += orphans if not space.dropped else []
+            swept += len(orphans)
+            if len(found) < _SWEEP_BLOBS:
+                break
+            after = found[-1][0]
+        if swept:
+            _log.info("namespace %s: sweeping %d blobs that no page names", space.id, swept)
 
     # --- namespaces ----------------------------------------------------------------------------------------------------
 
@@ -328,7 +377,7 @@ class Store:
                 kind.release(lease)
         self._puts.end_space(space)
         blobs = space.blobs
-        rows = np.unique(space.tree.parts_of(space.tree.live_slots()).blob)
+        rows = np.flatnonzero(blobs.pages[: blobs.slots.high])  # of pages still to be loaded, too
         blobs.pages[rows] = blobs.durable_pages[rows] = 0
         blobs.on_ssd[rows] = False
         for row in rows.tolist():
@@ -517,6 +566,11 @@ class Store:
         return {"dram": self._arena.usage(), "ssd": self._blob_file.usage()}
 
     @property
+    def loading(self) -> LoadProgress | None:
+        """How far loading is; None once everything is back."""
+        return self._recovery.progress
+
+    @property
     def dram_segments(self) -> SegmentUsage:
         """How many DRAM segments there are, and their bytes."""
         return self._arena.segments()
@@ -561,8 +615,8 @@ class Store:
         return sum(int(np.count_nonzero(s.blobs.pins[: s.blobs.slots.high])) for s in self._spaces)
 
     @property
-    def backlog(self) -> int:
-        """Pages waiting to be written to SSD."""
+    def backlog(self) -> Backlog:
+        """What waits to be written to SSD."""
         return self._writeback.backlog
 
     @property
@@ -574,3 +628,8 @@ class Store:
     def readers(self) -> ThreadPoolExecutor:
         """The threads that read from SSD."""
         return self._readers
+
+    @property
+    def ssd_state(self) -> SsdState:
+        """How the disk under the SSD tier is doing."""
+        return self._writeback.state

@@ -7,32 +7,35 @@ names; they are swept at the next start.
 
 import asyncio
 import contextlib
+import errno
 import logging
-from collections import deque
+import os
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import lmdb
 
-from kvstore.errors import KVStoreError, NoSpace
+from kvstore.errors import Busy, KVStoreError, NoSpace
 from kvstore.radix.journal import Journal, JournalBatch, encode_page
 from kvstore.radix.pages import DURABLE
+from kvstore.store.backlog import Backlog, WriteRequest
 from kvstore.store.quotas import SsdBudget
 from kvstore.store.space import Space, Trash
+from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.ssd import BlobBatch, BlobFile
 
 _log = logging.getLogger("kvstore.writeback")
 
-
-@dataclass(slots=True)
-class _Request:
-    space: Space
-    key: bytes
-    rewrite: bool
-    done: asyncio.Future[bool] | None
+_BACKLOG_BATCHES = 4
+_RECORD_BYTES = 512
+_SLOW_S = 5.0
+"""A write that takes longer means that the disk is failing."""
+_PROBE_S = 1.0
+_MAX_PROBE_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
@@ -57,7 +60,7 @@ class Writeback:
     def __init__(
         self, blob_file: BlobFile, journal: Journal, executor: Executor, trash: Trash, stats: Stats,
         make_ssd_room: Callable[[int, str | None], int], view: Callable[[int], memoryview], batch_bytes: int, now: Callable[[], float],
-        budget: Callable[[Callable[[int, str], int]], SsdBudget],
+        budget: Callable[[Callable[[int, str], int]], SsdBudget], wait_s: float,
     ) -> None:  # fmt: skip
         self._blob_file = blob_file
         self.journal = journal
@@ -69,55 +72,77 @@ class Writeback:
         self._batch_bytes = batch_bytes
         self.now = now
         self._budget = budget
-        self._queue: deque[_Request] = deque()
-        self._under_way: list[_Request] = []
+        self._wait_s = wait_s
+        self.state = SsdState()
+        self.backlog = Backlog(_BACKLOG_BATCHES * batch_bytes)
+        self._refused = 0
+        self._under_way: list[WriteRequest] = []
         self._barriers: list[asyncio.Future[bool]] = []
+        self._barriers_under_way: list[asyncio.Future[bool]] = []
         self._stopped = False
         self._wake = asyncio.Event()
         self.lock = asyncio.Lock()
 
     @property
-    def backlog(self) -> int:
-        """Pages waiting to be written."""
-        return len(self._queue)
-
-    @property
     def idle(self) -> bool:
         """Whether nothing is waiting and no batch is under way."""
-        return not (self._queue or self._trash or self.lock.locked())
+        return not (self.backlog or self._trash or self.lock.locked())
 
     def poke(self) -> None:
         """There may be something to delete."""
         self._wake.set()
 
     def queue(self, space: Space, key: bytes, *, rewrite: bool = False) -> None:
-        """Make a page and its ancestors durable in the background, if that is possible."""
-        self._queue.append(_Request(space, key, rewrite, None))
-        self._wake.set()
+        """Make a page and its ancestors durable in the background, if that is possible and not too much is waiting already."""
+        nbytes = self._cost_of(space, key)
+        if self.state.ok and not self._stopped and self.backlog.has_room(nbytes):
+            self.backlog.add(WriteRequest(space, key, rewrite, nbytes, None))
+            self._wake.set()
 
-    async def make_durable(self, space: Space, keys: Iterable[bytes], *, rewrite: bool = False) -> int:
+    async def make_durable(self, space: Space, keys: Iterable[bytes], *, rewrite: bool = False, wait_s: float | None = None) -> int:
         """Wait until pages (and their ancestors) are durable. Returns how many are.
 
-        `rewrite` writes the records of these pages even if they have one, because what it says has changed.
-        Raises NoSpace if the SSD tier can't take them: everything on it is leased or retained.
+        `rewrite` writes the records of these pages even if they have one, because what it says has changed. Raises NoSpace if the
+        SSD tier can't take them (everything on it is leased or retained, or the disk is full), DiskFailing if it refuses writes,
+        Busy if it takes longer than `wait_s`: then the pages may still become durable.
         """
-        if self._stopped:
-            raise KVStoreError("write-behind has stopped; nothing can be made durable any more")
-        loop = asyncio.get_running_loop()
-        futures = []
-        for key in keys:
-            future: asyncio.Future[bool] = loop.create_future()
-            futures.append(future)
-            self._queue.append(_Request(space, key, rewrite, future))
-        self._wake.set()
-        results = await asyncio.gather(*futures, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return sum(result is True for result in results)
+        wait_s = self._wait_s if wait_s is None else wait_s
+        deadline = time.monotonic() + wait_s
+        requests: list[WriteRequest] = []
+        try:
+            for key in keys:
+                nbytes = self._cost_of(space, key)
+                await self.backlog.wait_for_room(nbytes, deadline - time.monotonic())
+                if self._stopped:
+                    raise KVStoreError("write-behind has stopped; nothing can be made durable any more")
+                if not self.state.ok:
+                    raise self.state.error()
+                requests.append(WriteRequest(space, key, rewrite, nbytes, asyncio.get_running_loop().create_future()))
+                self.backlog.add(requests[-1])
+                self._wake.set()
+            waiting = [request.done for request in requests if request.done is not None]
+            if waiting:
+                _, late = await asyncio.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+                if late:
+                    raise Busy(f"{len(late)} pages are not durable after {wait_s:g} s: the SSD is slow", retry_after_ms=1000)
+            return sum(done.result() for done in waiting)
+        finally:
+            for request in requests:
+                if request.done is not None and not request.done.cancel():
+                    request.done.exception()  # seen
+
+    def _cost_of(self, space: Space, key: bytes) -> int:
+        """About the bytes that making a page durable writes: those of all pages of its path that are not."""
+        slot = space.tree.pages.find_key(key)
+        if slot < 0:
+            return _RECORD_BYTES
+        slots = space.tree.path_slots(space.tree.path_to(slot))
+        return _RECORD_BYTES + int(space.unwritten(slots).sum()) * (space.spec.page_bytes + _RECORD_BYTES)
 
     async def emptied(self) -> None:
-        """Wait until what is in the trash now is deleted on disk. Raises NoSpace if the disk refuses."""
+        """Wait until what is in the trash now is deleted on disk. Raises NoSpace or DiskFailing if the disk refuses."""
+        if not self.state.ok:
+            raise self.state.error()
         waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._barriers.append(waiting)
         self._wake.set()
@@ -127,50 +152,100 @@ class Writeback:
         """Commit batches until cancelled. However it ends, nobody is left waiting."""
         try:
             while True:
-                await self._wake.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if self.state.ok else _PROBE_S):
+                        await self._wake.wait()
                 self._wake.clear()
+                if not self.state.ok:
+                    await self._probe()
                 await self.drain()
         finally:
             self._stopped = True
-            for request in (*self._under_way, *self._queue):
-                if request.done is not None and not request.done.done():
-                    request.done.set_exception(KVStoreError("write-behind has stopped; the page is only in DRAM"))
-            for barrier in self._barriers:
-                if not barrier.done():
-                    barrier.set_exception(KVStoreError("write-behind has stopped"))
+            self._fail_all(KVStoreError("write-behind has stopped; the page is only in DRAM"))
+
+    def _fail_all(self, error: KVStoreError) -> None:
+        for request in (*self._under_way, *self.backlog.take(1 << 62)):
+            request.fail(error)
+        self._end_barriers([*self._barriers_under_way, *self._barriers], error)
+        self._barriers = []
+
+    @staticmethod
+    def _end_barriers(barriers: list[asyncio.Future[bool]], error: KVStoreError | None) -> None:
+        for barrier in barriers:
+            if not barrier.done():
+                barrier.set_exception(error) if error is not None else barrier.set_result(True)
 
     async def drain(self) -> None:
-        """Commit until nothing is waiting."""
-        while self._queue or self._trash or self._barriers:
+        """Commit until nothing is waiting, or the disk is not well."""
+        while (self.backlog or self._trash or self._barriers) and self.state.ok:
             async with self.lock:
                 await self._commit_once()
 
+    async def _probe(self) -> None:
+        """See whether the disk takes as much again as it refused."""
+        try:
+            async with self.lock:
+                await self._in_executor(self._write_probe)
+        except (lmdb.Error, OSError) as error:
+            self.state.failed(error)
+            await asyncio.sleep(_PROBE_S)  # not to be hammered
+        else:
+            self.state.recovered()
+
+    def _write_probe(self) -> None:
+        self._blob_file.probe(min(self._refused, _MAX_PROBE_BYTES))
+        self.journal.probe()
+
+    def _tell_full_from_failing(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except (lmdb.Error, OSError) as error:
+            if self._blob_file.no_room():
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({error})") from error
+            raise
+
     async def _commit_once(self) -> None:
-        self._under_way = requests = self._take()
-        barriers, self._barriers = self._barriers, []
+        self._under_way = requests = self.backlog.take(self._batch_bytes)
+        self._barriers_under_way, self._barriers = self._barriers, []
         batch = self._build(requests)
         failure: KVStoreError | None = None
         try:
             if batch.blobs or batch.records:
-                # Shielded: a commit under way can't be called back, and memory must learn how it ended.
-                await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._executor, self._write, batch))
+                await self._in_executor(self._write, batch)
+                self.state.recovered()
         except (lmdb.Error, OSError) as error:
             self._stats.ssd_errors += 1
-            _log.error("a group commit failed, its %d pages stay in DRAM: %s", len(batch.pages), error)
-            failure = NoSpace(f"the SSD tier refused a write: {error}")
+            self._refused = sum(len(stored) for _, _, stored in batch.blobs.put)
+            failure = self.state.failed(error)
+            _log.debug("a group commit failed, its %d pages stay in DRAM: %s", len(batch.pages), error)
             self._trash.records += batch.records.delete_pages
             self._trash.blobs += batch.blobs.delete
             self._trash.blobs += [(number, blob, len(stored)) for number, blob, stored in batch.blobs.put]
             self._trash.outdated += batch.outdated
             batch.outdated = []
-            await asyncio.sleep(0.2)  # a failing disk is not to be hammered
         self._finish(batch, failure)
-        for barrier in barriers:
-            if not barrier.done():
-                barrier.set_exception(failure) if failure is not None else barrier.set_result(True)
+        self._end_barriers(self._barriers_under_way, failure)
+        if failure is not None:
+            self._fail_all(failure)
         for request in requests:
             if request.done is not None and not request.done.done():
-                self._answer(request, request.done, failure)
+                self._answer(request, request.done)
+
+    async def rewrite_blob(self, space: Space, row: int, stored: memoryview) -> None:
+        """Write a blob's copy on SSD anew, durably; the caller holds its bytes. Raises lmdb.Error or OSError."""
+        async with self.lock:
+            if not space.dropped and space.blobs.on_ssd[row]:
+                put = [(space.number, space.blobs.id_of(row), stored)]
+                await self._in_executor(self._blob_file.commit, BlobBatch(put=put))
+
+    async def _in_executor(self, call: Callable[..., None], *arguments: object) -> None:
+        """Run a write to its end: it can't be called back, and memory must learn how it ended. If it takes long, say so meanwhile."""
+        write = asyncio.get_running_loop().run_in_executor(self._executor, self._tell_full_from_failing, call, *arguments)
+        _, late = await asyncio.wait([write], timeout=_SLOW_S)
+        if late:
+            self._fail_all(self.state.failed(f"a write has not ended after {_SLOW_S:g} s"))
+            await asyncio.wait([write])
+        write.result()
 
     def _write(self, batch: _Batch) -> None:
         if batch.records.delete_pages:
@@ -180,17 +255,7 @@ class Writeback:
         if batch.records.put_pages:
             self.journal.commit(JournalBatch(put_pages=batch.records.put_pages))
 
-    def _take(self) -> list[_Request]:
-        """The requests of the next batch: each brings at most a path, and their own blobs fit into it."""
-        requests: list[_Request] = []
-        expected = 0
-        while self._queue and expected < self._batch_bytes:
-            request = self._queue.popleft()
-            requests.append(request)
-            expected += request.space.spec.page_bytes
-        return requests
-
-    def _build(self, requests: list[_Request]) -> _Batch:
+    def _build(self, requests: list[WriteRequest]) -> _Batch:
         batch = _Batch()
         wanted: dict[tuple[int, bytes], Space] = {}
         requests = [request for request in requests if not request.space.dropped]
@@ -200,8 +265,7 @@ class Writeback:
             self._fill(batch, wanted)
         else:
             for request in requests:
-                if request.done is not None and not request.done.done():
-                    request.done.set_exception(refused)
+                request.fail(refused)
         self._rewrite_outdated(batch)
         batch.records.delete_pages, batch.blobs.delete = self._trash.records, self._trash.blobs
         self._trash.records, self._trash.blobs = [], []
@@ -219,7 +283,7 @@ class Writeback:
                 record = encode_page(space.digest, space.page_record(slot, now, only_named=True))
                 batch.records.put_pages.append((space.number, key, record))
 
-    def _plan_within_quotas(self, requests: list[_Request], wanted: dict[tuple[int, bytes], Space]) -> int:
+    def _plan_within_quotas(self, requests: list[WriteRequest], wanted: dict[tuple[int, bytes], Space]) -> int:
         """Plan each request that its tenant has room for; the others are answered. Returns the SSD bytes of the batch."""
         budget, estimate = self._budget(self._make_ssd_room), 0
         counted: dict[tuple[int, int], None] = {}
@@ -233,11 +297,10 @@ class Writeback:
             for planned, before in ((wanted, pages), (counted, rows)):
                 while len(planned) > before:
                     planned.popitem()
-            if request.done is not None and not request.done.done():
-                request.done.set_exception(over)
+            request.fail(over)
         return estimate
 
-    def _plan(self, request: _Request, wanted: dict[tuple[int, bytes], Space], counted: dict[tuple[int, int], None]) -> int:
+    def _plan(self, request: WriteRequest, wanted: dict[tuple[int, bytes], Space], counted: dict[tuple[int, int], None]) -> int:
         """Add the page and those ancestors that are not durable yet, ancestors first. Returns their SSD bytes."""
         space, tree = request.space, request.space.tree
         slot = tree.pages.find_key(request.key)
@@ -322,16 +385,16 @@ class Writeback:
             space.unpin(row)
 
     @staticmethod
-    def _answer(request: _Request, done: asyncio.Future[bool], failure: KVStoreError | None) -> None:
-        if failure is not None:
-            done.set_exception(failure)
-            return
+    def _answer(request: WriteRequest, done: asyncio.Future[bool]) -> None:
         slot = request.space.tree.pages.find_key(request.key)
         done.set_result(slot >= 0 and request.space.is_durable(slot))
 
-    async def stop(self, task: asyncio.Task[None]) -> None:
-        """End the task after the batch under way."""
-        async with self.lock:
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    async def stop(self, task: asyncio.Task[None], wait_s: float) -> bool:
+        """End the task after the batch under way. False if a write does not end within `wait_s`: its thread is then left behind."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s), self.lock:
+                pass
+        stuck = self.lock.locked()
+        task.cancel()
+        await asyncio.wait([task])
+        return not stuck

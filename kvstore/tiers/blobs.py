@@ -84,6 +84,26 @@ class BlobTable:
         self._index.add(int.from_bytes(blob_id[:8], "little"), row)
         return row
 
+    def adopt(
+        self, ids: npt.NDArray[np.uint8], layout: npt.NDArray[np.uint16], layouts: list[SliceLayout], pages: npt.NDArray[np.int32]
+    ) -> None:
+        """Fill an empty table with blobs that are on SSD: rows of 16-byte ids, layouts by number, pages that need each.
+
+        May run in another thread while nobody adds to the table: the blobs are found only once everything is in place.
+        """
+        count = len(ids)
+        if self.slots.high:
+            raise AssertionError("the table is not empty")
+        self.slots.allocate_many(count)
+        np.frombuffer(self._id_memory, np.uint8, count * DIGEST_BYTES).reshape(-1, DIGEST_BYTES)[:] = ids
+        self.pages[:count] = self.durable_pages[:count] = pages
+        self.slot[:count] = NO_SLOT
+        self.on_ssd[:count] = True
+        self._layouts = list(dict.fromkeys(layouts))
+        self._layout_numbers = {known: number for number, known in enumerate(self._layouts)}
+        self._layout[:count] = np.array([self._layout_numbers[known] for known in layouts], np.uint16)[layout]
+        self._index = HashIndex.built(ids[:, :8].copy().view("<u8")[:, 0], np.arange(count, dtype=np.int32))
+
     def remove(self, row: int) -> None:
         """Forget a blob that is in no tier, needed and used by nobody."""
         if self.pages[row] or self.pins[row] or self.slot[row] != NO_SLOT or self.on_ssd[row]:

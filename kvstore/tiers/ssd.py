@@ -4,26 +4,32 @@ Blocking: call from an executor thread; writes from one thread only. No read tra
 durable when `commit` returns. LMDB has no checksums: what is read is verified against the blob id before it is given out.
 """
 
+import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import lmdb
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.lmdb_files import STRUCTURAL, mark_damaged, open_environment, open_readonly
+from kvstore.lmdb_files import DATA_FILE, STRUCTURAL, Gate, map_address, mark_damaged, no_room, open_environment, open_readonly
 from kvstore.tiers import Usage
 
 _KEY = struct.Struct(">I16sH")
+_PROBE_NUMBER = 0xFFFFFFFF
+"""The namespace of what is written to see whether writing works; no namespace has it, so a rest is swept at the next start."""
 _PAGE_HEADER = 16
 """LMDB's header on a run of overflow pages: an extent and its header fill whole pages."""
 
 DEFAULT_EXTENT_BYTES = (68 << 10) - _PAGE_HEADER
 """A little over 64 KiB, so that a blob whose payload is a power of two finds room for its digests in the last extent."""
+
+
+class Unreadable(Corrupt):
+    """The disk gave an error where the blob lies; it may give the bytes another time."""
 
 
 @dataclass(slots=True)
@@ -47,15 +53,23 @@ class BlobFile:
         self._readonly = False
         self.capacity = capacity
         self.extent_bytes = extent_bytes
-        map_bytes = capacity + capacity // 10 + (256 << 20)
-        self._env = open_environment(path, map_bytes, max_spare_txns=8, max_readers=126)
+        self._map_bytes = capacity + capacity // 10 + (256 << 20)
+        self._gate = Gate()
+        self._open()
+
+    def _open(self) -> None:
+        self._env = open_environment(self._path, self._map_bytes, max_spare_txns=8, max_readers=126)
         self._extents: int = self._env.stat()["entries"]
+        self._fd = os.open(self._path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._map_start = map_address(self._path)
 
     @classmethod
     def readonly(cls, path: Path) -> "BlobFile":
         """The file as it is, for reading only: nothing of it is changed, locked or mended."""
         file = cls.__new__(cls)
-        file._path, file._readonly, file._env = path, True, open_readonly(path)
+        file._path, file._readonly, file._gate, file._env = path, True, Gate(), open_readonly(path)
+        file._fd = os.open(path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        file._map_start = map_address(path)
         with file._env.begin() as txn, txn.cursor() as cursor:
             file.extent_bytes = len(cursor.value()) if cursor.first() else DEFAULT_EXTENT_BYTES
         file._extents = file._env.stat()["entries"]
@@ -65,10 +79,37 @@ class BlobFile:
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+        os.close(self._fd)
+
+    def probe(self, nbytes: int) -> None:
+        """Write and delete about `nbytes`, durably, to see whether the disk takes them. Raises lmdb.Error or OSError.
+
+        An environment that gave up when a write failed is opened anew first.
+        """
+        extents = max(1, self._extent_count(nbytes))
+        keys = [_KEY.pack(_PROBE_NUMBER, bytes(16), extent) for extent in range(min(extents, 1 << 16))]
+        try:
+            with self._env.begin(write=True) as txn:
+                for key in keys:
+                    txn.put(key, os.urandom(16).ljust(self.extent_bytes, b"p"))
+        except (lmdb.PanicError, lmdb.BadTxnError):
+            with self._gate.alone():
+                self.close()
+                self._open()
+            with self._env.begin(write=True) as txn:
+                for key in keys:
+                    txn.put(key, os.urandom(16).ljust(self.extent_bytes, b"p"))
+        with self._env.begin(write=True) as txn:
+            for key in keys:
+                txn.delete(key)
 
     def mark_damaged(self) -> None:
         """Have it salvaged when it is opened next."""
         mark_damaged(self._path)
+
+    def no_room(self) -> bool:
+        """Whether its file can't grow."""
+        return no_room(self._path)
 
     def usage(self) -> Usage:
         """Capacity, and the bytes of all extents."""
@@ -102,20 +143,25 @@ class BlobFile:
                     piece = bytes(piece).ljust(self.extent_bytes, b"\0")
                 txn.put(_KEY.pack(number, blob, extent), piece)
 
-    def read(self, number: int, blob: bytes, layout: SliceLayout, target: memoryview) -> None:
+    def read(self, number: int, blob: bytes, layout: SliceLayout, target: memoryview, *, uncached: bool = False) -> None:
         """Copy a blob's stored form into `target` and verify all of it.
 
-        Raises NotFound if an extent is missing, Corrupt if the bytes are not the blob's.
+        With `uncached`, the disk is asked and not the page cache, as far as the system allows. Raises NotFound if an extent is
+        missing, Corrupt if the bytes are not the blob's, Unreadable if the disk gives an error.
         """
         try:
-            self._copy_out(number, blob, np.frombuffer(target, np.uint8))
+            with self._gate.shared():
+                self._copy_out(number, blob, target, uncached=uncached)
         except lmdb.Error as error:
-            if not self._readonly:
+            if isinstance(error, STRUCTURAL) and not self._readonly:
                 mark_damaged(self._path)
             raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
+        except OSError as error:
+            raise Unreadable(f"blob {blob.hex()} can't be read: {error}") from error
         verify_stored(blob, layout, target)
 
-    def _copy_out(self, number: int, blob: bytes, out: npt.NDArray[np.uint8]) -> None:
+    def _copy_out(self, number: int, blob: bytes, out: memoryview, *, uncached: bool) -> None:
+        """LMDB says where the extents lie, and they are read with pread: an I/O error is an error then, not the end of the process."""
         with self._env.begin(buffers=True) as txn:
             for extent, offset in enumerate(range(0, len(out), self.extent_bytes)):
                 value = txn.get(_KEY.pack(number, blob, extent))
@@ -124,14 +170,23 @@ class BlobFile:
                 wanted = out[offset : offset + self.extent_bytes]
                 if len(value) < len(wanted):
                     raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
-                np.copyto(wanted, np.frombuffer(value, np.uint8, len(wanted)))
+                at = np.frombuffer(value, np.uint8).ctypes.data - self._map_start
+                if uncached:
+                    os.posix_fadvise(self._fd, at, len(wanted), os.POSIX_FADV_DONTNEED)
+                done = 0
+                while done < len(wanted):
+                    got = os.preadv(self._fd, [wanted[done:]], at + done)
+                    if not got:
+                        raise Corrupt(f"blob {blob.hex()}: the file ends in extent {extent}")
+                    done += got
 
-    def stored_blobs(self, number: int) -> list[tuple[bytes, int]]:
-        """Every (blob id, extents) of a namespace as the file has it."""
-        prefix, found = number.to_bytes(4, "big"), []
-        with self._env.begin() as txn, txn.cursor() as cursor:
-            more = cursor.set_range(prefix)
-            while more and cursor.key()[:4] == prefix:
+    def stored_blobs(self, number: int, after: bytes = b"", limit: int = 1 << 62) -> list[tuple[bytes, int]]:
+        """The next (blob id, extents) of a namespace as the file has them, in order of id, behind the id `after`."""
+        prefix = number.to_bytes(4, "big")
+        found: list[tuple[bytes, int]] = []
+        with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
+            more = cursor.set_range(prefix + after + b"\xff\xff\xff" if after else prefix)
+            while more and len(found) < limit and cursor.key()[:4] == prefix:
                 blob, extents = cursor.key()[4:20], 0
                 while more and cursor.key()[:20] == prefix + blob:
                     extents += 1
@@ -142,7 +197,7 @@ class BlobFile:
     def namespace_numbers(self) -> list[int]:
         """The namespace numbers that have extents in the file."""
         numbers = []
-        with self._env.begin() as txn, txn.cursor() as cursor:
+        with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
             found = cursor.first()
             while found:
                 number = int.from_bytes(cursor.key()[:4], "big")

@@ -9,7 +9,8 @@ import pytest
 from kvstore.kvspec import PartRange
 from kvstore.radix.check import check
 from kvstore.radix.journal import Journal, JournalBatch, NamespaceRecord, PageRecord, PartRecord, encode_page
-from kvstore.radix.loading import LoadResult, load_tree
+from kvstore.radix.load_plan import LoadPlan, plan_load
+from kvstore.radix.loading import TreeLoad
 from kvstore.radix.tree import RadixTree
 from tests.radix.test_tree import PAGE_TOKENS, RANGES, ROOT_KEY, Labels, encode, keys_of
 
@@ -36,12 +37,15 @@ def write(journal: Journal, found: list[PageRecord]) -> None:
     journal.commit(JournalBatch(put_pages=[(NUMBER, r.key, encode_page(ROOT_KEY, r)) for r in found]))
 
 
-def load(journal: Journal) -> tuple[RadixTree, LoadResult, list[bytes]]:
+def load(journal: Journal) -> tuple[RadixTree, LoadPlan, list[bytes]]:
     groups, bad = journal.load(NUMBER, ROOT_KEY, LABEL_BYTES)
     tree = RadixTree(ROOT_KEY, PAGE_TOKENS, 10_000)
-    result = load_tree(tree, groups, lambda parts: np.zeros(parts.shape, np.int32))
-    check(tree)
-    return tree, result, bad
+    plan = plan_load(groups, ROOT_KEY, 10_000, 40_000)
+    loading = TreeLoad(tree, plan, np.zeros(len(plan.parts), np.int32))
+    while loading.step():
+        pass
+    check(tree, compressed=not plan.orphans)
+    return tree, plan, bad
 
 
 CONTEXTS: list[Labels] = [

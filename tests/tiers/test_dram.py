@@ -40,7 +40,7 @@ def test_slots_are_apart_and_within_the_budget() -> None:
         arena.free(slot)
     assert arena.usage().used == 0
     arena.close()
-    assert descriptors() == before
+    assert descriptors() <= before  # what earlier tests left to the garbage collector may go meanwhile
 
 
 def test_empty_segments_are_given_back_to_other_sizes_and_tenants() -> None:

@@ -48,7 +48,14 @@ class StatusRoutes:
         return reply(Health(version=__version__))
 
     async def _readiness(self, request: web.Request) -> web.Response:
-        return reply(Readiness(epoch=self._service.store.epoch, endpoints=self._service.endpoints))
+        store, loading = self._service.store, self._service.store.loading
+        return reply(
+            Readiness(
+                status="ready" if loading is None else "loading", loading=loading,
+                ssd_state=None if store.ssd_state.ok else store.ssd_state,  # ready all the same
+                epoch=store.epoch, endpoints=self._service.endpoints,
+            )
+        )  # fmt: skip
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=render(self._service.store, self._service.data_plane), headers={"Content-Type": CONTENT_TYPE})
@@ -76,7 +83,12 @@ class StatusRoutes:
             "puts_open": store.puts_open,
             "pending_pages": store.pending_pages,
             "pinned_blobs": store.pinned_blobs,
-            "writeback_backlog_pages": store.backlog,
+            "writeback_backlog_pages": len(store.backlog),
+            "writeback_backlog_bytes": store.backlog.nbytes,
+            "writeback_backlog_bytes_smoothed": round(store.backlog.smoothed_bytes),
+            "loading": store.loading,
+            "ssd_state": store.ssd_state,
+            "scrub": store.scrubber.progress,
             "sessions": len(self._service.data_plane.sessions),
             "connections": self._service.data_plane.connection_count,
             **process_stat(),

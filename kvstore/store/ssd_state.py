@@ -1,0 +1,65 @@
+"""How the disk under the SSD tier is doing: what is said of it, once per change, and which error a caller gets."""
+
+import errno
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+import lmdb
+
+from kvstore.errors import DiskFailing, KVStoreError, NoSpace
+
+_log = logging.getLogger("kvstore.ssd")
+
+SSD_STATES = OK, FULL, FAILING = "ok", "full", "failing"
+_FULL_TEXTS = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error of LMDB or the system says that there is no room, rather than that the disk is failing."""
+    return isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or any(text in str(error) for text in _FULL_TEXTS)
+
+
+@dataclass(slots=True)
+class SsdState:
+    """`state` is ok, full or failing, `since` a Unix time; `last_error` stays after the disk is well again."""
+
+    state: str = OK
+    since: float = 0.0
+    last_error: str = ""
+    errors: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether writes are worth trying."""
+        return self.state == OK
+
+    def failed(self, error: Exception | str) -> KVStoreError:
+        """A write failed, or takes too long. Returns what those who wait for it get."""
+        full = isinstance(error, Exception) and is_full(error)
+        self.errors += 1
+        self.last_error = str(error)
+        self._become(FULL if full else FAILING)
+        return self.error()
+
+    def recovered(self) -> None:
+        """A write went well."""
+        self._become(OK)
+
+    def error(self) -> KVStoreError:
+        """What a durable put gets while the disk is not well."""
+        if self.state == FULL:
+            return NoSpace(f"the disk under the SSD tier is full ({self.last_error}): make room on it; the store serves on from DRAM")
+        return DiskFailing(
+            f"the disk under the SSD tier is failing ({self.last_error}); the store serves on from DRAM", retry_after_ms=1000
+        )
+
+    def _become(self, state: str) -> None:
+        if state == self.state:
+            return
+        if state == OK:
+            _log.warning("the disk takes writes again, after %.0f s", time.time() - self.since)
+        else:
+            _log.error("the disk is %s: %s. The store serves on from DRAM; durable puts are refused", state, self.last_error)
+        self.state, self.since = state, time.time()

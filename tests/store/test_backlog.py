@@ -1,0 +1,62 @@
+"""Write-behind is bounded: who finds no room waits for a bounded time, and gets `busy`."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import Busy
+from kvstore.store import Ack, Store
+from kvstore.store.backlog import Backlog, WriteRequest
+from kvstore.store.check import check
+from kvstore.tiers.ssd import BlobBatch, BlobFile
+from tests.store.test_store import config, put, read, settings_named
+
+
+async def request(space: object, nbytes: int) -> WriteRequest:
+    return WriteRequest(space, b"k", False, nbytes, None)  # type: ignore[arg-type]
+
+
+async def test_the_queue_takes_no_more_than_its_bounds() -> None:
+    backlog = Backlog(100, max_requests=3)
+    backlog.add(await request(None, 250))  # larger than the bound, but alone
+    assert not backlog.has_room(1)
+    with pytest.raises(Busy):
+        await backlog.wait_for_room(1, 0.01)
+    assert [r.nbytes for r in backlog.take(1)] == [250]
+    for _ in range(3):
+        assert backlog.has_room(10)
+        backlog.add(await request(None, 10))
+    assert not backlog.has_room(0)
+    waiting = asyncio.create_task(backlog.wait_for_room(10, 10))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert len(backlog.take(20)) == 2
+    await waiting
+    assert (len(backlog), backlog.nbytes) == (1, 10)
+    assert 0 <= backlog.smoothed_bytes < 250
+
+
+async def test_durable_puts_on_a_slow_disk_wait_and_then_get_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, commit = threading.Event(), BlobFile.commit
+
+    def slow(self: BlobFile, batch: BlobBatch) -> None:
+        go_on.wait()
+        commit(self, batch)
+
+    async with Store(config(tmp_path / "d", dram_bytes=4 << 20, ssd_bytes=4 << 20, batch_bytes=20_000, durable_wait_s=0.3)) as store:
+        space = await store.create_namespace(settings_named())
+        monkeypatch.setattr(BlobFile, "commit", slow)
+        puts = [asyncio.create_task(put(store, space, (number,), b"v" * 16, Ack.DURABLE)) for number in range(40)]
+        await asyncio.sleep(0.1)
+        assert store.backlog.nbytes <= store.backlog.max_bytes == 80_000
+        results = await asyncio.gather(*puts, return_exceptions=True)
+        assert all(isinstance(result, Busy) for result in results)
+        assert [await read(store, space, (number,)) for number in range(40)] == [1] * 40, "they are in DRAM all the same"
+        go_on.set()
+        for number in range(40):  # again, as a client does after `busy`
+            result = await put(store, space, (number,), b"v" * 16, Ack.DURABLE)
+            assert result.existing_pages == 1
+        await store.settle()
+        check(store)

@@ -1,0 +1,87 @@
+"""The scrubber finds bits that changed at rest, in either tier, and mends what has a good copy."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvstore.store import Ack, Space, Store, scrub
+from kvstore.store.check import check
+from kvstore.tiers.blobs import NO_SLOT
+from kvstore.tiers.ssd import BlobBatch
+from tests.store.test_store import config, put, read, settings_named, tokens_of
+
+
+def rows_of(space: Space, prefix: tuple[int, ...]) -> list[int]:
+    return space.rows_of(int(space.tree.path_slots(space.tree.match(tokens_of(prefix)))[-1]))
+
+
+def spoil_ssd(store: Store, space: Space, row: int) -> None:
+    stored = bytearray(space.stored_bytes(row))
+    store._blob_file.read(space.number, space.blobs.id_of(row), space.blobs.layout_of(row), memoryview(stored))
+    stored[100] ^= 4
+    store._blob_file.commit(BlobBatch(put=[(space.number, space.blobs.id_of(row), memoryview(stored))]))
+
+
+def spoil_dram(store: Store, space: Space, row: int) -> None:
+    store._arena.view(int(space.blobs.slot[row]))[100] ^= 4
+
+
+def evict(space: Space, prefix: tuple[int, ...]) -> None:
+    for row in rows_of(space, prefix):
+        space.clear_slot(row)
+
+
+@pytest.fixture
+def contexts() -> list[tuple[int, ...]]:
+    return [(i,) for i in range(8)]
+
+
+async def test_what_is_bad_is_mended_or_dropped(tmp_path: Path, contexts: list[tuple[int, ...]]) -> None:
+    async with Store(config(tmp_path / "d", dram_bytes=4 << 20, ssd_bytes=4 << 20)) as store:
+        space = await store.create_namespace(settings_named())
+        for context in contexts:
+            await put(store, space, context, b"v" * 16, Ack.DURABLE)
+        await put(store, space, (100,), b"v" * 16)  # only in DRAM
+        evict(space, contexts[0])
+        spoil_ssd(store, space, rows_of(space, contexts[0])[1])  # on SSD only: lost
+        spoil_ssd(store, space, rows_of(space, contexts[1])[0])  # a good copy in DRAM: written anew
+        spoil_dram(store, space, rows_of(space, contexts[2])[2])  # a good copy on SSD: dropped from DRAM
+        bad_row = rows_of(space, contexts[3])[0]
+        spoil_dram(store, space, bad_row)
+        spoil_ssd(store, space, bad_row)  # none: lost
+        spoil_dram(store, space, rows_of(space, (100,))[0])  # lost
+        dropped = rows_of(space, contexts[2])[2]
+        recency = space.tree.pages.recency[: space.tree.pages.ranges.high].copy()
+        await store.scrubber.scrub_all()
+        assert (space.tree.pages.recency[: len(recency)][space.tree.live_slots()] == recency[space.tree.live_slots()]).all()
+        assert store.stats.scrub_repaired == 1
+        assert store.stats.corrupt_blobs == 5 + 1  # of the one that is bad in both tiers, both copies count
+        assert store.stats.promoted_blobs == 0
+        assert store.scrubber.progress.passes == 1
+        assert space.blobs.slot[dropped] == NO_SLOT
+        await store.settle()
+        check(store)
+        assert [await read(store, space, context) for context in contexts] == [0, 1, 1, 0, 1, 1, 1, 1]
+        assert await read(store, space, (100,)) == 0
+        evict(space, contexts[1])
+        assert await read(store, space, contexts[1]) == 1, "what was written anew is bad"
+        before = store.stats.corrupt_blobs
+        await store.scrubber.scrub_all()
+        assert store.stats.corrupt_blobs == before
+        check(store)
+
+
+@pytest.mark.usefixtures("never_blocks")
+async def test_it_runs_by_itself_without_blocking(tmp_path: Path, contexts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrub, "_IDLE_S", 0.01)
+    async with Store(config(tmp_path / "d", dram_bytes=4 << 20, ssd_bytes=4 << 20, scrub_bytes_s=1 << 30)) as store:
+        space = await store.create_namespace(settings_named())
+        for context in contexts:
+            await put(store, space, context, b"v" * 16, Ack.DURABLE)
+        before = store.scrubber.progress.passes
+        while store.scrubber.progress.passes < before + 2:
+            await read(store, space, contexts[0])
+            await asyncio.sleep(0.001)
+        assert store.stats.scrubbed_blobs >= 3 * len(contexts)
+        assert store.stats.corrupt_blobs == 0
