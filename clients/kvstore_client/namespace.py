@@ -100,16 +100,22 @@ class Match:
         spec = self.namespace.spec
         size = spec.part_bytes(wanted)
         layer = size // (wanted.layer_hi - wanted.layer_lo)
+        runs: list[tuple[tuple[PartRange, ...], list[tuple[int, list[bytes]]]]] = []
+        at = 0
+        for run_first, pages, ranges in self._runs:
+            width = DIGEST_BYTES * len(ranges)
+            low, high = max(run_first, first), min(run_first + pages, last)
+            starts = range(at + (low - run_first) * width, at + (high - run_first) * width, width)
+            ids = [[self._ids[i : i + DIGEST_BYTES] for i in range(start, start + width, DIGEST_BYTES)] for start in starts]
+            runs.append((ranges, [((low + n - first) * size, page_ids) for n, page_ids in enumerate(ids)]))
+            at += width * pages
         found: list[Item] = []
         for number, group in enumerate(groups or [wanted]):
-            shift, at = (group.layer_lo - wanted.layer_lo) * layer, 0
-            for run_first, pages, ranges in self._runs:
-                parts = page_parts(spec, ranges, group) if max(run_first, first) < min(run_first + pages, last) else []
-                for page in range(max(run_first, first), min(run_first + pages, last)):
-                    start = at + (page - run_first) * DIGEST_BYTES * len(ranges)
-                    ids = [self._ids[start + i * DIGEST_BYTES : start + (i + 1) * DIGEST_BYTES] for i in range(len(ranges))]
-                    found += page_items(parts, ids, (page - first) * size + shift, number)
-                at += DIGEST_BYTES * len(ranges) * pages
+            shift = (group.layer_lo - wanted.layer_lo) * layer
+            for ranges, targets in runs:
+                parts = page_parts(spec, ranges, group) if targets else []
+                for target, page_ids in targets:
+                    found += page_items(parts, page_ids, target + shift, number)
         return found
 
 

@@ -1,6 +1,6 @@
 """What to ask for and where it goes: pages and part ranges become strided runs, and runs become stripes. Pure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ class Item(NamedTuple):
     blob: bytes
     layout: SliceLayout
     run: Run
+    pieces: tuple[Piece, ...]
+    """The run, cut."""
     target: int
     target_stride: int
     group: int = 0
@@ -85,6 +87,7 @@ class PagePart(NamedTuple):
     part: int
     layout: SliceLayout
     run: Run
+    pieces: tuple[Piece, ...]
     target: int
     target_stride: int
 
@@ -92,8 +95,11 @@ class PagePart(NamedTuple):
 def page_parts(spec: KVSpec, stored: tuple[PartRange, ...], wanted: PartRange) -> list[PagePart]:
     """What fills the wanted part of a page that is stored so. Raises BadRequest if the stored parts do not cover it."""
     found = [(part, sub_range(spec, stored_part, wanted)) for part, stored_part in enumerate(stored)]
-    parts = [PagePart(part, spec.slice_layout(stored[part]), *needed) for part, needed in found if needed is not None]
-    covered = sum(p.run.length * p.run.count for p in parts)
+    layouts = [spec.slice_layout(part) for part in stored]
+    parts = [
+        PagePart(part, layouts[part], needed[0], cut(needed[0], layouts[part]), *needed[1:]) for part, needed in found if needed is not None
+    ]
+    covered = sum(p.run.length * p.run.segments for p in parts)
     if covered != spec.part_bytes(wanted):
         raise BadRequest(f"the stored parts hold {covered} of the {spec.part_bytes(wanted)} bytes of {wanted}")
     return parts
@@ -101,7 +107,7 @@ def page_parts(spec: KVSpec, stored: tuple[PartRange, ...], wanted: PartRange) -
 
 def page_items(parts: list[PagePart], blobs: list[bytes], target: int, group: int = 0) -> list[Item]:
     """The items that fill one page's wanted part at `target`; `blobs` are those of all its stored parts."""
-    return [Item(blobs[p.part], p.layout, p.run, target + p.target, p.target_stride, group) for p in parts]
+    return [Item(blobs[p.part], p.layout, p.run, p.pieces, target + p.target, p.target_stride, group) for p in parts]
 
 
 class FetchPlan:
@@ -117,15 +123,18 @@ class FetchPlan:
     ) -> None:  # fmt: skip
         self.items = items
         self.provisional = provisional
-        self.nbytes = sum(i.run.length * i.run.count for i in items)
+        self.nbytes = 0
         self._arrived = 0
         self._on_group = on_group
         self._progress = progress
-        self._missing = [0] * (max((i.group for i in items), default=0) + 1)
+        self._missing: dict[int, int] = {}
         for item in items:
-            self._missing[item.group] += item.run.length * item.run.count
-        self._tables = {i.blob: bytearray(DIGEST_BYTES * i.layout.count) for i in items}
-        self._seen: dict[bytes, set[int]] = {i.blob: set() for i in items}
+            nbytes = item.run.length * item.run.segments
+            self.nbytes += nbytes
+            self._missing[item.group] = self._missing.get(item.group, 0) + nbytes
+        self._layouts = {item.blob: item.layout for item in items}
+        self._tables = {blob: bytearray(DIGEST_BYTES * layout.count) for blob, layout in self._layouts.items()}
+        self._seen: dict[bytes, set[int]] = {blob: set() for blob in self._layouts}
         self.stripes = list(_stripes(items, _stripe_bytes(self.nbytes, connections)))
 
     def arrived(self, stripe: Stripe, first: int, digests: list[bytes], claimed: bytes) -> None:
@@ -154,7 +163,7 @@ class FetchPlan:
         """All stripes are there: every blob that was fetched whole must have the id that it was asked by."""
         if self.provisional:
             return
-        for blob, layout in {i.blob: i.layout for i in self.items}.items():
+        for blob, layout in self._layouts.items():
             if len(self._seen[blob]) == layout.count and blob_id(self._tables[blob]) != blob:
                 raise Corrupt(f"what arrived for blob {blob.hex()} is another blob")
 
@@ -171,26 +180,25 @@ def _stripes(items: list[Item], size: int) -> Iterator[Stripe]:
     numbers: dict[bytes, int] = {}
     for number, item in enumerate(items):
         for run, pieces in _split(item, number, size):
-            if stripe.nbytes and stripe.nbytes + run.length * run.count > size:
+            nbytes = run.length * run.segments
+            if stripe.nbytes and stripe.nbytes + nbytes > size:
                 yield stripe
                 stripe, numbers = Stripe(), {}
-            index = numbers.get(item.blob)
-            if index is None:
-                index = numbers[item.blob] = len(stripe.blobs)
+            index = numbers.setdefault(item.blob, len(numbers))
+            if index == len(stripe.blobs):
                 stripe.blobs.append(item.blob)
-            stripe.runs.append(Run(index, run.offset, run.length, run.stride, run.count))
+            stripe.runs.append(Run(index, run.offset, run.length, run.stride, run.segments))
             stripe.pieces += pieces
-            stripe.nbytes += run.length * run.count
+            stripe.nbytes += nbytes
     if stripe.nbytes:
         yield stripe
 
 
 def _split(item: Item, number: int, size: int) -> Iterator[tuple[Run, list[StripePiece]]]:
     """An item as runs of at most about `size` bytes, cut at slices; a strided run stays as it is."""
-    run = item.run
-    pieces = cut(run, item.layout)
-    if run.count > 1:
-        targets = [item.target + segment * item.target_stride for segment in range(run.count)]
+    run, pieces = item.run, item.pieces
+    if run.segments > 1:
+        targets = [item.target + segment * item.target_stride for segment in range(run.segments)]
         yield (
             run,
             [
@@ -201,6 +209,9 @@ def _split(item: Item, number: int, size: int) -> Iterator[tuple[Run, list[Strip
             ],
         )
         return
+    if run.length <= size:  # nearly always
+        yield _whole_run(item, number, pieces)
+        return
     group: list[Piece] = []
     for piece in pieces:
         if group and piece.offset + piece.size - group[0].offset > size:
@@ -210,7 +221,8 @@ def _split(item: Item, number: int, size: int) -> Iterator[tuple[Run, list[Strip
     yield _whole_run(item, number, group)
 
 
-def _whole_run(item: Item, number: int, group: list[Piece]) -> tuple[Run, list[StripePiece]]:
+def _whole_run(item: Item, number: int, group: Sequence[Piece]) -> tuple[Run, list[StripePiece]]:
     start, end = group[0].offset, group[-1].offset + group[-1].size
     base = item.target - item.run.offset
-    return Run(0, start, end - start), [StripePiece(base + p.offset, p.size, number, p.slice, p.whole) for p in group]
+    run = item.run if end - start == item.run.length else Run(0, start, end - start)
+    return run, [StripePiece(base + offset, size, number, index, whole) for offset, size, index, whole in group]

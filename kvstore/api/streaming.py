@@ -94,7 +94,7 @@ async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: byt
         if run.blob >= message.blobs:
             raise BadRequest(f"a run names blob {run.blob} of {message.blobs}")
     names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
-    tenant, nbytes = space.settings.tenant, sum(run.length * run.count for run in runs)
+    tenant, nbytes = space.settings.tenant, sum(run.length * run.segments for run in runs)
     store.quotas.start_fetch(tenant, nbytes)
     sender = _Sender(connection, request, space)
     try:

@@ -113,8 +113,8 @@ def test_bytes_changed_on_the_way_are_noticed() -> None:
     "run",
     [
         Run(0, 0, 0),
-        Run(0, 0, 10, count=0),
-        Run(0, 0, 10, stride=5, count=2),
+        Run(0, 0, 10, segments=0),
+        Run(0, 0, 10, stride=5, segments=2),
         Run(0, 1 << 60, 1),
         Run(0, 0, 1 << 60),
         Run(0, 0, 8, 1 << 60, 3),

@@ -77,7 +77,7 @@ def _runs(rng: Random) -> None:
             assert piece.offset + piece.size <= layout.offsets[piece.slice + 1]
             assert piece.offset >= at
             total, at = total + piece.size, piece.offset + piece.size
-        assert total <= found.count * found.length
+        assert total <= found.segments * found.length
 
 
 def _tokens(rng: Random) -> None:

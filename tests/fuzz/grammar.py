@@ -266,7 +266,7 @@ def fair_fetch(rng: Random, world: World) -> bytes:
     """A FETCH of all that was matched, whole pages and pieces of pages."""
     size = SPEC.page_bytes
     makers = [Run(0, 0, size), Run(0, 0, 64, 128, 50), Run(0, 4096, 4096), Run(0, 5, 4097), Run(0, 0, 1, 1, 2000)]
-    runs = [replace(rng.choice(makers), blob=blob) for blob in range(len(world.blobs)) for _ in range(rng.choice([1, 1, 1, 10]))]
+    runs = [rng.choice(makers)._replace(blob=blob) for blob in range(len(world.blobs)) for _ in range(rng.choice([1, 1, 1, 10]))]
     request = rng.randrange(1, 1 << 40)
     world.requests.append(request)
     said = {"namespace": "pages", "blobs": len(world.blobs)}

@@ -103,7 +103,7 @@ async def fetch_page(store: Store, space: Space, match: Match, page: int, wanted
                 out = np.zeros(SPEC.part_bytes(wanted), np.uint8)
                 for item in page_items(page_parts(SPEC, run.ranges, wanted), ids, 0):
                     held = await store.hold(space, store.find_blob(space, item.blob))
-                    for segment in range(item.run.count):
+                    for segment in range(item.run.segments):
                         source = item.run.offset + segment * item.run.stride
                         target = item.target + segment * item.target_stride
                         out[target : target + item.run.length] = np.frombuffer(held.view, np.uint8)[source : source + item.run.length]

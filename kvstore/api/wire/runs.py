@@ -3,7 +3,6 @@
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,15 +16,14 @@ MAX_SEGMENTS = 1 << 20
 _CACHED_PIECES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`count` segments of `length` bytes in blob number `blob`, the first at `offset`, the next `stride` bytes on each."""
+class Run(NamedTuple):
+    """`segments` segments of `length` bytes in blob number `blob`, the first at `offset`, the next `stride` bytes on each."""
 
     blob: int
     offset: int
     length: int
     stride: int = 0
-    count: int = 1
+    segments: int = 1
 
 
 class Piece(NamedTuple):
@@ -55,15 +53,15 @@ def unpack_provisional(name: bytes | memoryview) -> tuple[int, int, int]:
 
 def pack_runs(runs: list[Run]) -> bytes:
     """Runs as bytes, 32 each."""
-    return b"".join(_RUN.pack(r.blob, r.count, r.offset, r.length, r.stride) for r in runs)
+    return b"".join(_RUN.pack(r.blob, r.segments, r.offset, r.length, r.stride) for r in runs)
 
 
 def unpack_runs(data: bytes | memoryview) -> list[Run]:
     """Runs from bytes. Raises BadRequest for a torn or overlong list."""
     if len(data) % RUN_BYTES or len(data) > MAX_RUNS * RUN_BYTES:
         raise BadRequest(f"{len(data)} bytes of runs: they are {RUN_BYTES} bytes each, and at most {MAX_RUNS}")
-    runs = [Run(blob, offset, length, stride, count) for blob, count, offset, length, stride in _RUN.iter_unpack(data)]
-    if sum(run.count for run in runs) > MAX_SEGMENTS:
+    runs = [Run(blob, offset, length, stride, segments) for blob, segments, offset, length, stride in _RUN.iter_unpack(data)]
+    if sum(run.segments for run in runs) > MAX_SEGMENTS:
         raise BadRequest(f"a fetch of more than {MAX_SEGMENTS} segments: split it")
     return runs
 
@@ -71,11 +69,11 @@ def unpack_runs(data: bytes | memoryview) -> list[Run]:
 def check_run(run: Run, layout: SliceLayout) -> None:
     """Raise BadRequest unless every segment lies inside the blob."""
     size = layout.payload_bytes
-    if run.count < 1 or run.length < 1:
-        raise BadRequest(f"a run of {run.count} segments of {run.length} bytes")
-    if run.count > 1 and run.stride < run.length:
+    if run.segments < 1 or run.length < 1:
+        raise BadRequest(f"a run of {run.segments} segments of {run.length} bytes")
+    if run.segments > 1 and run.stride < run.length:
         raise BadRequest(f"segments of {run.length} bytes overlap at a stride of {run.stride}")
-    end = run.offset + (run.count - 1) * run.stride + run.length
+    end = run.offset + (run.segments - 1) * run.stride + run.length
     if end > size:
         raise BadRequest(f"a run ends at byte {end} of a blob of {size}")
 
@@ -85,19 +83,19 @@ def cut(run: Run, layout: SliceLayout) -> tuple[Piece, ...]:
 
     Most runs of a fetch are alike but for their blob, so those of few pieces are cut once.
     """
-    if run.count * layout.count <= _CACHED_PIECES:
-        return _cut_alike(run.offset, run.length, run.stride, run.count, layout)
+    if run.segments * layout.count <= _CACHED_PIECES:
+        return _cut_alike(run.offset, run.length, run.stride, run.segments, layout)
     return tuple(_cut(run, layout))
 
 
 @lru_cache(maxsize=1024)
-def _cut_alike(offset: int, length: int, stride: int, count: int, layout: SliceLayout) -> tuple[Piece, ...]:
-    return tuple(_cut(Run(0, offset, length, stride, count), layout))
+def _cut_alike(offset: int, length: int, stride: int, segments: int, layout: SliceLayout) -> tuple[Piece, ...]:
+    return tuple(_cut(Run(0, offset, length, stride, segments), layout))
 
 
 def _cut(run: Run, layout: SliceLayout) -> Iterator[Piece]:
     offsets = layout.offsets
-    for segment in range(run.count):
+    for segment in range(run.segments):
         at = run.offset + segment * run.stride
         end = at + run.length
         index = bisect_right(offsets, at) - 1
