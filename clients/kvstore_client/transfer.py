@@ -14,6 +14,9 @@ from kvstore_client.put_layout import SliceFrame
 _DEPTH = 2
 """Stripes that a connection has in flight, so that it never waits for the next request to travel."""
 
+_BREATH_BYTES = 4 << 20
+"""So much is sent before others on the loop get a turn: a millisecond or two."""
+
 Progress = Callable[[int, int], None]
 """Told of payload bytes so far, and in all."""
 
@@ -45,15 +48,18 @@ async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: mem
 async def send_striped(pool: Pool, handle: int, frames: Sequence[SliceFrame], data: memoryview, progress: Progress | None = None) -> None:
     """Send the slices of a put. Once this returns, or raises, the buffer is not read any more."""
     pending = iter(frames)
-    total, sent = sum(frame.nbytes for frame in frames), 0
+    total, sent, breath = sum(frame.nbytes for frame in frames), 0, 0
 
     async def work(slot: int) -> None:
-        nonlocal sent
+        nonlocal sent, breath
         connection = await pool.connection(slot)
         for frame in pending:
             slices = [data[at : at + size] for at, size in frame.slices]
             await connection.send_slices(handle, frame.page, frame.part, frame.first_slice, slices)
             sent += frame.nbytes
+            if sent - breath >= _BREATH_BYTES:  # a socket that always takes more must not starve the others on this loop
+                breath = sent
+                await asyncio.sleep(0)
             if progress is not None:
                 progress(sent, total)
 

@@ -7,7 +7,7 @@ connection, at most `MAX_REQUESTS` at a time. The loop stops reading while there
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -156,24 +156,27 @@ class Connection:
     async def _next_frame(self) -> tuple[Header, bytes, bytes] | None:
         if not await self.channel.wait_readable():
             return None
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(self._timeout_s):  # one for all of it: a timer costs as much as hashing 200 KiB
             found = await self.channel.read_header()
-        if found is None:
-            return None
-        header, raw = found
-        async with AsyncExitStack() as stack:
-            if not header.bulk and header.payload_bytes > LARGE_PAYLOAD:
-                await stack.enter_async_context(self._large_payloads)  # not on this client's time: others hold it up
+            if found is None:
+                return None
+            header, raw = found
+            if header.bulk or header.payload_bytes <= LARGE_PAYLOAD:
+                return await self._rest_of_frame(header, raw)
+        async with self._large_payloads:  # not on this client's time: others hold it up
             async with asyncio.timeout(self._timeout_s):
-                meta, payload = await self.channel.read_body(header, raw)
-                if header.type is FrameType.SLICES:
-                    error: KVStoreError | None = self._refusal(header.type)
-                    if error is None:
-                        error = await receive_slices(self, header, meta)
-                    else:
-                        await self.channel.skip(header.payload_bytes + header.trailer_bytes)
-                    if error is not None:
-                        await self._error(header.request, error)
+                return await self._rest_of_frame(header, raw)
+
+    async def _rest_of_frame(self, header: Header, raw: bytes) -> tuple[Header, bytes, bytes]:
+        meta, payload = await self.channel.read_body(header, raw)
+        if header.type is FrameType.SLICES:
+            error: KVStoreError | None = self._refusal(header.type)
+            if error is None:
+                error = await receive_slices(self, header, meta)
+            else:
+                await self.channel.skip(header.payload_bytes + header.trailer_bytes)
+            if error is not None:
+                await self._error(header.request, error)
         return header, meta, payload
 
     async def _dispatch(self, group: asyncio.TaskGroup, header: Header, meta: bytes, payload: bytes) -> None:

@@ -6,6 +6,7 @@ put under way and read what has arrived, provisionally.
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -173,17 +174,17 @@ class Put:
             raise BadRequest(f"slice {first_slice} does not exist: part {part} has {layout.count}")
         start = layout.offsets[first_slice]
         end = start + nbytes
-        last = np.searchsorted(layout.offsets, end)
-        if nbytes <= 0 or last >= len(layout.offsets) or layout.offsets[int(last)] != end:
+        last = bisect_left(layout.offsets, end)
+        if nbytes <= 0 or last >= len(layout.offsets) or layout.offsets[last] != end:
             raise BadRequest(f"{nbytes} bytes from slice {first_slice} on do not end at a slice of sizes {layout.sizes[:8]}")
-        if int(last) - first_slice != slices:
-            raise BadRequest(f"{slices} digests for {int(last) - first_slice} slices")
-        claimed = self._claimed[row, self._slice_base[part] + first_slice : self._slice_base[part] + int(last)]
+        if last - first_slice != slices:
+            raise BadRequest(f"{slices} digests for {last - first_slice} slices")
+        claimed = self._claimed[row, self._slice_base[part] + first_slice : self._slice_base[part] + last]
         if claimed.any():
             raise BadRequest(f"slices of page {page}, part {part} were sent twice")
         claimed[:] = True
         self._writers += 1
-        return self._view(row, part)[start:end], layout.sizes[first_slice : int(last)]
+        return self._view(row, part)[start:end], layout.sizes[first_slice:last]
 
     def received(self, page: int, part: int, first_slice: int, digests: list[bytes], claimed: bytes) -> None:
         """Slices have arrived with these digests; `claimed` are the ones the client computed. Raises BadDigest."""
@@ -198,9 +199,8 @@ class Put:
         table = layout.payload_bytes + first_slice * DIGEST_BYTES
         self._view(row, part)[table : table + len(claimed)] = claimed
         base = self._slice_base[part] + first_slice
-        arrived = self._received[row, base : base + len(digests)]
-        self._missing -= int((~arrived).sum())
-        arrived[:] = True
+        self._received[row, base : base + len(digests)] = True  # none of them was there: `locate` gives out each once
+        self._missing -= len(digests)
         if not self._missing:
             self.settled.set()
         self._tell_followers()
