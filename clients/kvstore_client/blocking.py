@@ -13,7 +13,6 @@ from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.namespace import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
 from kvstore_client.namespace import OnGroup, PutResult
-from kvstore_client.session import Session as AsyncSession
 from kvstore_client.tokens import Extras, Tokens
 from kvstore_client.transfer import Progress
 
@@ -206,7 +205,7 @@ class Namespace:
 
     def session(self, *, lease_s: float = 60.0) -> Session:
         """A conversation that grows: only new tokens travel (see the asynchronous Session)."""
-        return Session(self._client.run, AsyncSession(self.inner, lease_s=lease_s))
+        return Session(self._client.run, self.inner.session(lease_s=lease_s))
 
     def prefetch(
         self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, timeout: float | None = None

@@ -28,6 +28,7 @@ from kvstore.api.wire.messages import (
 )
 from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import PutLayout
+from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 from kvstore_client.transfer import Progress, abort_put, fetch_striped, send_striped
@@ -300,6 +301,10 @@ class Namespace:
     def follow(self, put_id: bytes, *, wanted: PartRange | None = None, timeout: float | None = None) -> Follower:
         """Read what a computation is putting while it does: `async with namespace.follow(put_id) as follower` (see Follower)."""
         return Follower(self, put_id, wanted or self.spec.whole(), timeout)
+
+    def session(self, *, lease_s: float = 60.0) -> Session:
+        """A conversation that grows, of which only new tokens travel: `async with namespace.session() as session` (see Session)."""
+        return Session(self, lease_s=lease_s)
 
     # --- what is told about prefixes -----------------------------------------------------------------------------------
 

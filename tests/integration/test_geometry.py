@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.api.wire import BadRequest, Component, Conflict, KVSpec, NotFound, PartRange
-from kvstore_client import AsyncClient, Namespace, PutResult, Session
+from kvstore_client import AsyncClient, Namespace, PutResult
 from kvstore_workers.daemon_process import DaemonProcess
 
 FULL, WINDOW, STATE = 0, 1, 2
@@ -122,7 +122,7 @@ async def test_a_session_sends_only_new_tokens(daemon: DaemonProcess) -> None:
     async with AsyncClient(daemon.endpoint, timeout=20) as client:
         namespace = await client.namespace("sessions", "rev-1", spec)
         conversation, data = tokens(5, 12), content(5, FULL, 12)
-        async with Session(namespace) as session:
+        async with namespace.session() as session:
             assert await session.extend(conversation[: 5 * 4]) == 0
             assert (await session.put(data[:5])).new_pages == 5
             assert session.pages == 5
