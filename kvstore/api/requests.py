@@ -153,31 +153,32 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
 
 async def _prefetch(context: Context, message: Prefix, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
-    found = await context.store.prefetch(_space(context, message.namespace), tokens, extras, message.first_page, message.last_page)
+    found = await context.store.prefixes.prefetch(_space(context, message.namespace), tokens, extras, message.first_page, message.last_page)
     return Reply(FrameType.PREFETCHED, Prefetched(pages=found[0], blobs=found[1], nbytes=found[2]))
 
 
 def _pin(context: Context, message: Prefix, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
-    pin = context.store.pin(_space(context, message.namespace), tokens, extras, message.ttl_ms / 1000)
+    pin = context.store.prefixes.pin(_space(context, message.namespace), tokens, extras, message.ttl_ms / 1000)
     return Reply(FrameType.PINNED, Pinned(namespace=message.namespace, pin=pin.id, pages=pin.pages))
 
 
 def _unpin(context: Context, message: Pinned, payload: bytes) -> Reply:
-    context.store.unpin(_space(context, message.namespace), message.pin)
+    context.store.prefixes.unpin(_space(context, message.namespace), message.pin)
     return _OK
 
 
 def _abandon(context: Context, message: Prefix, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
     return Reply(
-        FrameType.AFFECTED, Affected(pages=context.store.abandon(_space(context, message.namespace), tokens, extras, message.first_page))
+        FrameType.AFFECTED,
+        Affected(pages=context.store.prefixes.abandon(_space(context, message.namespace), tokens, extras, message.first_page)),
     )
 
 
 async def _delete(context: Context, message: Prefix, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
-    pages = await context.store.delete(_space(context, message.namespace), tokens, extras, message.first_page)
+    pages = await context.store.prefixes.delete(_space(context, message.namespace), tokens, extras, message.first_page)
     return Reply(FrameType.AFFECTED, Affected(pages=pages))
 
 

@@ -1,11 +1,13 @@
 """The store: joins the radix tree and the tiers behind one façade. No sockets in it."""
 
 from kvstore.store.leases import Lease
+from kvstore.store.matching import Match
 from kvstore.store.part_table import PartRun, PartTable
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult
 from kvstore.store.residency import Held
 from kvstore.store.space import NamespaceSettings, Space
-from kvstore.store.store import Match, Store, StoreConfig
+from kvstore.store.store import Store
+from kvstore.store.store_config import StoreConfig
 
 __all__ = [
     "Ack",

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstore.errors import BadRequest, Busy, Conflict, NotFound
-from kvstore.radix.tree import Path
+from kvstore.radix.tree import Extras, Path
 from kvstore.store.leases import Lease, Leases
+from kvstore.store.matching import known_path, usable_path
 from kvstore.store.residency import Residency
 from kvstore.store.space import Space
 from kvstore.store.writeback import Writeback
@@ -31,13 +32,15 @@ class Prefixes:
         """Pins belong to their tenant, not to a client: an owner among leases that never dies, with a bound of its own."""
         return self._owners.setdefault(space.settings.tenant, len(self._owners))
 
-    async def prefetch(self, space: Space, path: Path, rows: list[int]) -> tuple[int, int]:
-        """Bring blobs of a path up into DRAM, a few at a time, and count it as a use. Returns blobs and stored bytes brought up.
+    async def prefetch(self, space: Space, tokens: bytes, extras: Extras, first: int = 0, last: int = -1) -> tuple[int, int, int]:
+        """Bring the pages [first, last) of the longest usable prefix into DRAM, a few blobs at a time, and count it as a use.
 
-        Ends early where there is no room, or where a blob is lost.
+        Returns pages, and blobs and stored bytes brought up. Ends early where there is no room, or where a blob is lost.
         """
+        path = usable_path(space, tokens, extras)
+        last = path.pages if last < 0 else min(last, path.pages)
         self._use(space, path)
-        todo = [row for row in rows if space.blobs.slot[row] == NO_SLOT]
+        todo = [row for row in rows_to_load(space, path, first, last) if space.blobs.slot[row] == NO_SLOT]
         done = nbytes = 0
         for row in todo:
             space.pin(row)
@@ -55,10 +58,11 @@ class Prefixes:
         finally:
             for row in todo:
                 space.unpin(row)
-        return done, nbytes
+        return max(last - first, 0), done, nbytes
 
-    def pin(self, space: Space, path: Path, ttl_s: float) -> Lease:
-        """Keep a path from being evicted until a time, whoever dies."""
+    def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float) -> Lease:
+        """Keep the longest usable prefix from being evicted for `ttl_s` seconds, whoever dies."""
+        path = usable_path(space, tokens, extras)
         if not path.pages:
             raise NotFound("nothing of this prefix is in the store: there is nothing to pin")
         self._use(space, path)
@@ -72,9 +76,9 @@ class Prefixes:
         self._pins.release(lease)
 
     @staticmethod
-    def abandon(space: Space, path: Path, from_page: int) -> int:
-        """Make the end of a path, from a page on, the first to go; but not what other contexts go on from. Returns the pages."""
-        tree = space.tree
+    def abandon(space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
+        """Make the end of a prefix, from a page on, the first to go; but not what other contexts go on from. Returns the pages."""
+        tree, path = space.tree, known_path(space, tokens, extras)
         first = path.pages
         for node in reversed(path.nodes):
             end = tree.nodes.depth[node] + (path.tail if node == path.nodes[-1] else tree.nodes.count[node])
@@ -89,8 +93,9 @@ class Prefixes:
         tree.cool(slots, first)
         return len(slots)
 
-    async def delete(self, space: Space, path: Path, from_page: int) -> int:
-        """Delete the page `from_page` of a path and all below it, on every tier. Returns the pages; durable when this returns."""
+    async def delete(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
+        """Delete the page `from_page` of a prefix and all below it, on every tier. Returns the pages; durable when this returns."""
+        path = known_path(space, tokens, extras)
         if from_page < 0:
             raise BadRequest(f"from_page is {from_page}")
         if space.loading:

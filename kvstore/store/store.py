@@ -7,32 +7,27 @@ block is in two bounded executors.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 
 import lmdb
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES
-from kvstore.errors import BadRequest, Conflict, KVStoreError, MissingParent, NotFound, UnknownNamespace
+from kvstore.errors import Conflict, MissingParent, NotFound, UnknownNamespace
 from kvstore.lmdb_files import DATA_FILE
 from kvstore.radix.journal import Journal
-from kvstore.radix.pages import DURABLE
-from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.radix.tree import Extras
 from kvstore.store.backlog import Backlog
 from kvstore.store.clock import Clock
 from kvstore.store.datadir import DataDir
 from kvstore.store.following import Following
 from kvstore.store.leases import MAX_PIN_S, Lease, Leases
-from kvstore.store.part_table import PartTable, part_table
+from kvstore.store.matching import Match, Matching
 from kvstore.store.pending import Pending
-from kvstore.store.prefixes import Prefixes, rows_to_load
+from kvstore.store.prefixes import Prefixes
 from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
-from kvstore.store.quotas import Quota, Quotas, SsdBudget
+from kvstore.store.quotas import Quotas, SsdBudget
 from kvstore.store.recovery import LoadProgress, Recovery
 from kvstore.store.residency import Held, Residency
 from kvstore.store.scrub import Scrubber
@@ -40,66 +35,19 @@ from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.spaces import Spaces
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
+from kvstore.store.store_config import StoreConfig
+from kvstore.store.upkeep import Orphans, flush
 from kvstore.store.vacate import Vacator
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
 from kvstore.tiers.dram import Arena, SegmentUsage
-from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES, BlobFile
+from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.vacating import MoveBudget
-from kvstore.tiers.watermarks import Watermarks
 
 _log = logging.getLogger("kvstore.store")
 
 _SWEEP_S = 0.5
-_SWEEP_BLOBS = 2048
 _SETTLE_POLL_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class StoreConfig:
-    """Sizes in bytes, times in seconds."""
-
-    data_dir: FilePath
-    dram_bytes: int
-    ssd_bytes: int
-    max_pages: int = 10_000_000
-    max_ghosts: int = 200_000
-    lease_bytes: int = 0
-    """Payload bytes that the leases of one client may hold; half of both tiers if 0."""
-    pin_bytes: int = 0
-    """Payload bytes that all pins may hold; half of both tiers if 0."""
-    watermarks: Watermarks = field(default_factory=Watermarks)
-    put_wait_s: float = 1.0
-    put_idle_s: float = 60.0
-    durable_wait_s: float = 20.0
-    scrub_bytes_s: int = 0
-    shutdown_s: float = 30.0
-    batch_bytes: int = 64 << 20
-    segment_bytes: int = 64 << 20
-    extent_bytes: int = DEFAULT_EXTENT_BYTES
-    reader_threads: int = 4
-    move_share: float = 0.5
-    journal_bytes: int = 16 << 30
-    serve_while_loading: bool = False
-    """Open before all pages are back from the journal; `Store.loading` says how far it is."""
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A matched prefix that ends at the longest usable boundary, `pages` from the root.
-
-    `known_pages` is how far the pages themselves go. `boundaries` are all usable ones, if asked for. Of the pages to load
-    `dram_pages` are in DRAM, the rest is on SSD (-1 if parts were not asked for).
-    """
-
-    pages: int
-    tokens: int
-    known_pages: int
-    dram_pages: int
-    lease: Lease | None
-    parts: PartTable | None
-    boundaries: npt.NDArray[np.int64]
 
 
 class Store:
@@ -117,11 +65,11 @@ class Store:
         """Whether a write did not end when the store was closed; then a thread is left that only the end of the process ends."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
+        self._matching = Matching(self.leases, self.stats)
         self._clock = Clock()
         self._spaces = Spaces()
         self.quotas = Quotas(config.quotas)
         self._trash = Trash()
-        self._tick = 0
         self._next_number = 1
         self._arena = Arena(config.dram_bytes, config.segment_bytes)
         self._writer = ThreadPoolExecutor(1, "kvstore-writer")
@@ -200,7 +148,7 @@ class Store:
             self._residency,
             self._writeback,
             self.stats,
-            self._use,
+            self._matching.use,
             config.put_idle_s,
             self._blob_file.footprint,
             config.ssd_bytes,
@@ -210,9 +158,9 @@ class Store:
             self._blob_file, self._writeback, self._readers, lambda: self._spaces, self._arena.view,
             self._residency.discard_bad_copy, self.stats, config.scrub_bytes_s,
         )  # fmt: skip
+        self._orphans = Orphans(self._blob_file, self._writeback, self._readers, self._writer, lambda: self._spaces, self._trash)
         self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats, self._clock.not_before)
-
-        self._prefixes = Prefixes(self._residency, self._writeback, self.pins, self._use)
+        self.prefixes = Prefixes(self._residency, self._writeback, self.pins, self._matching.use)
         self.following = Following(self._puts, config.put_idle_s)
 
     async def _load(self) -> None:
@@ -225,7 +173,7 @@ class Store:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._flush()
+        await flush(self._spaces, self._writeback, self.config.shutdown_s)
         if await self._writeback.stop(self._writeback_task, self.config.shutdown_s):
             await asyncio.to_thread(self._close_files)
         else:
@@ -239,31 +187,6 @@ class Store:
         self._readers.shutdown()
         self._journal.close()
         self._blob_file.close()
-
-    async def _flush(self) -> None:
-        """Write what is only in DRAM, the most recently used first, as far as `shutdown_s` allows."""
-        dirty: list[tuple[int, Space, bytes]] = []
-        for space in self._spaces:
-            slots = space.tree.live_slots()
-            slots = slots[(space.tree.pages.flags[slots] & DURABLE) == 0]
-            recency = space.tree.pages.recency[slots].tolist()
-            dirty += [(r, space, space.tree.pages.key_bytes(s)) for r, s in zip(recency, slots.tolist(), strict=True)]
-        dirty.sort(key=lambda item: item[0], reverse=True)
-        deadline = time.monotonic() + self.config.shutdown_s
-        done = written = 0
-        while done < len(dirty) and time.monotonic() < deadline:
-            chunk = dirty[done : done + 64]
-            for space in {id(s): s for _, s, _ in chunk}.values():
-                keys = [key for _, s, key in chunk if s is space]
-                try:
-                    await self._writeback.make_durable(space, keys, wait_s=deadline - time.monotonic())
-                except KVStoreError as error:
-                    _log.error("can't flush: %s", error.message)
-                    deadline = 0.0
-                    break
-                written += len(keys)
-            done += len(chunk)
-        _log.info("flushed %d pages, dropped %d that were only in DRAM", written, len(dirty) - written)
 
     async def _sweep_leases(self) -> None:
         while True:
@@ -283,34 +206,10 @@ class Store:
         """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""
         await asyncio.wait([load])
         try:
-            await self._find_orphans()
+            await self._orphans.sweep()
         except lmdb.Error as error:
             self._blob_file.mark_damaged()
             _log.error("the blob file is damaged (%s): what can be read of it will be saved at the next start", error)
-
-    async def _find_orphans(self) -> None:
-        loop = asyncio.get_running_loop()
-        known = {space.number: space for space in self._spaces}
-        for number in await loop.run_in_executor(self._readers, self._blob_file.namespace_numbers):
-            if number not in known:
-                async with self._writeback.lock:
-                    await loop.run_in_executor(self._writer, self._blob_file.drop_namespace, number)
-        for space in known.values():
-            await self._find_orphans_of(space)
-        self._writeback.poke()
-
-    async def _find_orphans_of(self, space: Space) -> None:
-        loop, after, swept = asyncio.get_running_loop(), b"", 0
-        while not (space.incomplete or space.dropped):
-            found = await loop.run_in_executor(self._readers, self._blob_file.stored_blobs, space.number, after, _SWEEP_BLOBS)
-            orphans = [(space.number, blob, n * self._blob_file.extent_bytes) for blob, n in found if space.blobs.find(blob) < 0]
-            self._trash.blobs += orphans if not space.dropped else []
-            swept += len(orphans)
-            if len(found) < _SWEEP_BLOBS:
-                break
-            after = found[-1][0]
-        if swept:
-            _log.info("namespace %s: sweeping %d blobs that no page names", space.id, swept)
 
     # --- namespaces ----------------------------------------------------------------------------------------------------
 
@@ -401,68 +300,8 @@ class Store:
         self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
         boundaries: bool = False, base: int = 0,
     ) -> Match:  # fmt: skip
-        """The longest usable prefix of `tokens`. Without a lease it changes nothing and is no use of the pages.
-
-        With a `base`, a lease of this owner, the tokens are those after it.
-        """
-        tokens = as_token_bytes(tokens)
-        if space.spec.flat:
-            return self._match_flat(space, tokens, extras, owner, lease_s, parts)
-        start = self._base_path(owner, space, base)
-        tree, page_tokens = space.tree, space.spec.page_tokens
-        known = tree.match(tokens, extras, start)
-        path, usable = known, np.empty(0, np.int64)
-        if tree.rules.optional:
-            masks = tree.pages.components[tree.path_slots(known)]
-            path = tree.shorten(known, tree.rules.longest(masks))
-            if boundaries:
-                usable = np.flatnonzero(tree.rules.usable(masks))
-        elif boundaries:
-            usable = np.arange(known.pages + 1)
-        self.stats.matches += 1
-        self.stats.asked_tokens += len(tokens) // 4
-        self.stats.matched_tokens += max(path.pages - start.pages, 0) * page_tokens
-        lease = None
-        if lease_s and path.pages:
-            path = tree.open_path(path, tokens, extras, start.pages)
-            lease = self.leases.grant(owner, space, [path], time.monotonic(), lease_s)
-            self._use(space, path)
-        table, in_dram = part_table(space, tree.path_slots(path)) if parts else (None, -1)
-        return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
-
-    def _match_flat(self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, parts: bool) -> Match:
-        """The longest front of a list of pages, each of which stands alone."""
-        tree, width = space.tree, space.tree.pages.token_bytes
-        paths: list[Path] = []
-        for at in range(0, len(labels) - width + 1, width):
-            page = at // width
-            path = tree.match(labels[at : at + width], {0: extras[page]} if page in extras else {})
-            if not path.pages:
-                break
-            paths.append(path)
-        slots = np.array([tree.path_slots(path)[0] for path in paths], np.int32)
-        count = space.tree.rules.longest(tree.pages.components[slots])
-        self.stats.matches += 1
-        lease = self.leases.grant(owner, space, paths[:count], time.monotonic(), lease_s) if lease_s and count else None
-        if lease is not None:
-            for slot in slots[:count]:
-                self._tick += 1
-                tree.touch(np.array([slot], np.int32), self._tick)
-        table, in_dram = part_table(space, slots[:count]) if parts else (None, -1)
-        usable = np.flatnonzero(space.tree.rules.usable(tree.pages.components[slots]))
-        return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable)
-
-    def _base_path(self, owner: int, space: Space, base: int) -> Path:
-        if not base:
-            return EMPTY_PATH
-        lease = self.leases.get(owner, base)
-        if lease.space is not space or space.spec.flat:
-            raise NotFound(f"lease {base} does not exist in this namespace")
-        return space.tree.path_to(space.tree.pages.find_key(lease.boundaries[0]))
-
-    def _use(self, space: Space, path: Path) -> None:
-        self._tick += 1
-        space.tree.touch(space.tree.path_slots(path), self._tick)
+        """The longest usable prefix of `tokens` (see Matching.match)."""
+        return self._matching.match(space, tokens, extras, owner=owner, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base)
 
     def find_blob(self, space: Space, blob_id: bytes) -> int:
         """The row of a blob; NotFound if the namespace has no such blob."""
@@ -496,50 +335,11 @@ class Store:
         """End a lease."""
         self.leases.release(self.leases.get(owner, lease_id))
 
-    # --- what clients tell about prefixes ------------------------------------------------------------------------------
-
-    def _usable_path(self, space: Space, tokens: bytes, extras: Extras) -> Path:
-        """The longest usable prefix, its labels known from here on."""
-        tokens = as_token_bytes(tokens)
-        path = self._known_path(space, tokens, extras)
-        if space.tree.rules.optional:
-            path = space.tree.shorten(path, space.tree.rules.longest(space.tree.pages.components[space.tree.path_slots(path)]))
-        return space.tree.open_path(path, tokens, extras)
-
-    @staticmethod
-    def _known_path(space: Space, tokens: bytes, extras: Extras) -> Path:
-        if space.spec.flat and len(tokens) > space.spec.hash_bytes:
-            raise BadRequest("in a flat namespace every page stands alone: name one at a time")
-        return space.tree.match(tokens, extras)
-
-    async def prefetch(self, space: Space, tokens: bytes, extras: Extras, first: int = 0, last: int = -1) -> tuple[int, int, int]:
-        """Bring the pages [first, last) of the longest usable prefix into DRAM. Returns pages, and blobs and bytes brought up."""
-        path = self._usable_path(space, tokens, extras)
-        last = path.pages if last < 0 else min(last, path.pages)
-        blobs, nbytes = await self._prefixes.prefetch(space, path, rows_to_load(space, path, first, last))
-        return max(last - first, 0), blobs, nbytes
-
-    def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float) -> Lease:
-        """Keep the longest usable prefix from being evicted for `ttl_s` seconds, whoever dies."""
-        return self._prefixes.pin(space, self._usable_path(space, tokens, extras), ttl_s)
-
-    def unpin(self, space: Space, pin: int) -> None:
-        """End a pin."""
-        self._prefixes.unpin(space, pin)
-
-    def abandon(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
-        """Make what only this context uses, from a page on, the first to go. Returns its pages."""
-        return self._prefixes.abandon(space, self._known_path(space, as_token_bytes(tokens), extras), from_page)
-
-    async def delete(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
-        """Delete a prefix from a page on, with all below it, on every tier. Returns the pages."""
-        return await self._prefixes.delete(space, self._known_path(space, as_token_bytes(tokens), extras), from_page)
-
     # --- writing -------------------------------------------------------------------------------------------------------
 
     async def begin_put(self, owner: int, space: Space, request: PutRequest, base: int = 0) -> Put:
         """Start a put, after the boundary of a lease of this owner if a `base` is given (see Puts.begin)."""
-        return await self._puts.begin(owner, space, request, self._base_path(owner, space, base))
+        return await self._puts.begin(owner, space, request, self._matching.base_path(owner, space, base))
 
     def get_put(self, owner: int, handle: int) -> Put:
         """An owner's own put under way; NotFound otherwise."""

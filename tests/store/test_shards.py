@@ -257,13 +257,13 @@ class ShardMachine(RuleBasedStateMachine):
 
     @rule(prefix=prefixes, from_page=st.integers(0, 3))
     def abandon(self, prefix: Prefix, from_page: int) -> None:
-        pages = self.store.abandon(self.space, tokens_of(prefix), {}, from_page)
+        pages = self.store.prefixes.abandon(self.space, tokens_of(prefix), {}, from_page)
         assert 0 <= pages <= max(len(prefix) - from_page, 0)
 
     @rule(prefix=prefixes, from_page=st.integers(0, 3))
     def delete(self, prefix: Prefix, from_page: int) -> None:
         try:
-            self.run(self.store.delete(self.space, tokens_of(prefix), {}, from_page))
+            self.run(self.store.prefixes.delete(self.space, tokens_of(prefix), {}, from_page))
         except Conflict:
             return
         assert self.match(prefix).known_pages <= from_page
@@ -272,17 +272,17 @@ class ShardMachine(RuleBasedStateMachine):
 
     @rule(prefix=prefixes)
     def prefetch(self, prefix: Prefix) -> None:
-        self.run(self.store.prefetch(self.space, tokens_of(prefix), {}))
+        self.run(self.store.prefixes.prefetch(self.space, tokens_of(prefix), {}))
 
     @rule(prefix=prefixes)
     def pin(self, prefix: Prefix) -> None:
         if self.match(prefix).pages:
-            self.pins.append(self.store.pin(self.space, tokens_of(prefix), {}, 60).id)
+            self.pins.append(self.store.prefixes.pin(self.space, tokens_of(prefix), {}, 60).id)
 
     @rule()
     def unpin(self) -> None:
         if self.pins:
-            self.store.unpin(self.space, self.pins.pop())
+            self.store.prefixes.unpin(self.space, self.pins.pop())
 
     @rule(rank=st.integers(0, 1))
     def a_rank_dies(self, rank: int) -> None:

@@ -16,15 +16,15 @@ async def test_pins_of_one_tenant_leave_those_of_another_alone(tmp_path: Path) -
         alice, bob = spaces
         for space in spaces:
             await put(store, space, (1, 2, 3), bytes(16))
-        hers = store.pin(alice, tokens_of((1, 2)), {}, 60)
+        hers = store.prefixes.pin(alice, tokens_of((1, 2)), {}, 60)
         with pytest.raises(Busy):
-            store.pin(alice, tokens_of((1,)), {}, 60)
-        his = store.pin(bob, tokens_of((1, 2)), {}, 60)
+            store.prefixes.pin(alice, tokens_of((1,)), {}, 60)
+        his = store.prefixes.pin(bob, tokens_of((1, 2)), {}, 60)
         for space, pin in ((bob, hers), (alice, his)):
             with pytest.raises(NotFound):
-                store.unpin(space, pin.id)
-        store.unpin(alice, hers.id)
-        store.unpin(bob, his.id)
+                store.prefixes.unpin(space, pin.id)
+        store.prefixes.unpin(alice, hers.id)
+        store.prefixes.unpin(bob, his.id)
         await store.settle()
         check(store)
 

@@ -1,0 +1,126 @@
+"""Which prefix is there, how far it is usable, and what there is to load."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import BadRequest, NotFound
+from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.store.leases import Lease, Leases
+from kvstore.store.part_table import PartTable, part_table
+from kvstore.store.space import Space
+from kvstore.store.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A matched prefix that ends at the longest usable boundary, `pages` from the root.
+
+    `known_pages` is how far the pages themselves go. `boundaries` are all usable ones, if asked for. Of the pages to load
+    `dram_pages` are in DRAM, the rest is on SSD (-1 if parts were not asked for).
+    """
+
+    pages: int
+    tokens: int
+    known_pages: int
+    dram_pages: int
+    lease: Lease | None
+    parts: PartTable | None
+    boundaries: npt.NDArray[np.int64]
+
+
+class Matching:
+    """Matches, and the order in which prefixes were used."""
+
+    def __init__(self, leases: Leases, stats: Stats) -> None:
+        self._leases = leases
+        self._stats = stats
+        self._tick = 0
+
+    def match(
+        self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
+        boundaries: bool = False, base: int = 0,
+    ) -> Match:  # fmt: skip
+        """The longest usable prefix of `tokens`. Without a lease it changes nothing and is no use of the pages.
+
+        With a `base`, a lease of this owner, the tokens are those after it.
+        """
+        tokens = as_token_bytes(tokens)
+        if space.spec.flat:
+            return self._match_flat(space, tokens, extras, owner, lease_s, parts)
+        start = self.base_path(owner, space, base)
+        tree, page_tokens = space.tree, space.spec.page_tokens
+        known = tree.match(tokens, extras, start)
+        path, usable = known, np.empty(0, np.int64)
+        if tree.rules.optional:
+            masks = tree.pages.components[tree.path_slots(known)]
+            path = tree.shorten(known, tree.rules.longest(masks))
+            if boundaries:
+                usable = np.flatnonzero(tree.rules.usable(masks))
+        elif boundaries:
+            usable = np.arange(known.pages + 1)
+        self._stats.matches += 1
+        self._stats.asked_tokens += len(tokens) // 4
+        self._stats.matched_tokens += max(path.pages - start.pages, 0) * page_tokens
+        lease = None
+        if lease_s and path.pages:
+            path = tree.open_path(path, tokens, extras, start.pages)
+            lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s)
+            self.use(space, path)
+        table, in_dram = part_table(space, tree.path_slots(path)) if parts else (None, -1)
+        return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
+
+    def _match_flat(self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, parts: bool) -> Match:
+        """The longest front of a list of pages, each of which stands alone. The list begins where the prompt does."""
+        tree, width = space.tree, space.tree.pages.token_bytes
+        paths: list[Path] = []
+        for at in range(0, len(labels) - width + 1, width):
+            page = at // width
+            path = tree.match(labels[at : at + width], {0: extras[page]} if page in extras else {})
+            if not path.pages:
+                break
+            paths.append(path)
+        slots = np.array([tree.path_slots(path)[0] for path in paths], np.int32)
+        count = space.tree.rules.longest(tree.pages.components[slots])
+        self._stats.matches += 1
+        lease = self._leases.grant(owner, space, paths[:count], time.monotonic(), lease_s) if lease_s and count else None
+        if lease is not None:
+            for slot in slots[:count]:
+                self._tick += 1
+                tree.touch(np.array([slot], np.int32), self._tick)
+        table, in_dram = part_table(space, slots[:count]) if parts else (None, -1)
+        usable = np.flatnonzero(space.tree.rules.usable(tree.pages.components[slots]))
+        return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable)
+
+    def base_path(self, owner: int, space: Space, base: int) -> Path:
+        """The path of a lease that others build on; empty for 0. Raises NotFound if the owner has no such lease there."""
+        if not base:
+            return EMPTY_PATH
+        lease = self._leases.get(owner, base)
+        if lease.space is not space or space.spec.flat:
+            raise NotFound(f"lease {base} does not exist in this namespace")
+        return space.tree.path_to(space.tree.pages.find_key(lease.boundaries[0]))
+
+    def use(self, space: Space, path: Path) -> None:
+        """A path, which ends at a usable boundary, was used."""
+        self._tick += 1
+        space.tree.touch(space.tree.path_slots(path), self._tick)
+
+
+def usable_path(space: Space, tokens: bytes, extras: Extras) -> Path:
+    """The longest usable prefix, its labels known from here on."""
+    tokens = as_token_bytes(tokens)
+    path = known_path(space, tokens, extras)
+    if space.tree.rules.optional:
+        path = space.tree.shorten(path, space.tree.rules.longest(space.tree.pages.components[space.tree.path_slots(path)]))
+    return space.tree.open_path(path, tokens, extras)
+
+
+def known_path(space: Space, tokens: bytes, extras: Extras) -> Path:
+    """As far as the pages of a prefix go."""
+    tokens = as_token_bytes(tokens)
+    if space.spec.flat and len(tokens) > space.spec.hash_bytes:
+        raise BadRequest("in a flat namespace every page stands alone: name one at a time")
+    return space.tree.match(tokens, extras)

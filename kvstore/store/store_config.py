@@ -1,0 +1,39 @@
+"""What a store can be told."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.store.quotas import Quota
+from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
+from kvstore.tiers.watermarks import Watermarks
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Sizes in bytes, times in seconds."""
+
+    data_dir: Path
+    dram_bytes: int
+    ssd_bytes: int
+    max_pages: int = 10_000_000
+    max_ghosts: int = 200_000
+    lease_bytes: int = 0
+    """Payload bytes that the leases of one client may hold; half of both tiers if 0."""
+    pin_bytes: int = 0
+    """Payload bytes that all pins may hold; half of both tiers if 0."""
+    watermarks: Watermarks = field(default_factory=Watermarks)
+    put_wait_s: float = 1.0
+    put_idle_s: float = 60.0
+    durable_wait_s: float = 20.0
+    scrub_bytes_s: int = 0
+    shutdown_s: float = 30.0
+    batch_bytes: int = 64 << 20
+    segment_bytes: int = 64 << 20
+    extent_bytes: int = DEFAULT_EXTENT_BYTES
+    reader_threads: int = 4
+    move_share: float = 0.5
+    journal_bytes: int = 16 << 30
+    serve_while_loading: bool = False
+    """Open before all pages are back from the journal; `Store.loading` says how far it is."""
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
