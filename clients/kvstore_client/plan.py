@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.api.wire import DIGEST_BYTES, BadRequest, Corrupt, KVSpec, PartRange, Piece, Run, SliceLayout, blob_id, cut
+from kvstore.api.wire import DIGEST_BYTES, BadRequest, Corrupt, KVSpec, KVStoreError, PartRange, Piece, Run, SliceLayout, blob_id, cut
 
 MIN_STRIPE = 1 << 20
 MAX_STRIPE = 4 << 20
@@ -160,7 +160,9 @@ class FetchPlan:
             self._on_group(group)
 
     def verify(self) -> None:
-        """All stripes are there: every blob that was fetched whole must have the id that it was asked by."""
+        """All stripes are there: no byte is missing, and every blob that was fetched whole has the id that it was asked by."""
+        if self._arrived != self.nbytes:
+            raise KVStoreError(f"a fetch ended with {self._arrived} of {self.nbytes} bytes: this is a bug, do not use the buffer")
         if self.provisional:
             return
         for blob, layout in self._layouts.items():

@@ -235,6 +235,7 @@ class Follower:
         )  # fmt: skip
         async with client.deadline(timeout):
             await fetch_striped(client.pool, self._namespace.id, plan, target)
+        plan.verify()
         return plan.nbytes
 
     async def committed(self, *, timeout: float | None = None) -> None:

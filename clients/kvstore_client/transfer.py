@@ -31,7 +31,7 @@ async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: mem
             try:
                 connection = await pool.connection(slot)
                 await connection.fetch(namespace, stripe, target, plan.arrived, provisional=plan.provisional)
-            except ConnectionLost:
+            except BaseException:  # also a worker that is stopped because another's connection broke: its stripe comes again
                 stripes.appendleft(stripe)
                 raise
 

@@ -13,7 +13,7 @@ import lmdb
 import numpy as np
 
 from kvstore.digests import DIGEST_BYTES
-from kvstore.errors import Conflict, MissingParent, NotFound, UnknownNamespace
+from kvstore.errors import Busy, Conflict, MissingParent, NotFound, UnknownNamespace
 from kvstore.lmdb_files import DATA_FILE
 from kvstore.radix.journal import Journal
 from kvstore.radix.tree import Extras
@@ -306,6 +306,8 @@ class Store:
     def find_blob(self, space: Space, blob_id: bytes) -> int:
         """The row of a blob; NotFound if the namespace has no such blob."""
         row = space.blobs.find(blob_id) if len(blob_id) == DIGEST_BYTES else -1
+        if row < 0 and space.loading:
+            raise Busy(f"namespace {space.settings.name!r} is still being read from the journal", retry_after_ms=100)
         if row < 0:
             self.stats.fetch_misses += 1
             raise NotFound(f"blob {blob_id.hex()} is not in this namespace: it was evicted, or never there")
