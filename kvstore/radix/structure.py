@@ -4,6 +4,7 @@ No tokens are looked at here: what matches is decided in tree.py. A node's pages
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -389,6 +390,7 @@ class TreeStructure:
         return bytes(DIGEST_BYTES) if slot < 0 else self.pages.version[slot].tobytes()
 
 
+@lru_cache(maxsize=256)
 def _geometry(ranges: tuple[PartRange, ...]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
     """The components and the ranges of parts, as columns."""
     component = np.array([r.component for r in ranges], np.uint8)

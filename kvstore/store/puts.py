@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -80,10 +81,10 @@ class Put:
         """Set once all that is wanted has arrived, or the put has failed or ended."""
         self._arena = arena
         self._layouts: tuple[SliceLayout, ...] = tuple(space.spec.slice_layout(r) for r in request.ranges)
-        self._slice_base = np.cumsum([0, *(layout.count for layout in self._layouts)]).tolist()
+        self._slice_base = list(accumulate((layout.count for layout in self._layouts), initial=0))
         self._wanted = np.zeros((0, len(self._layouts)), np.bool_)
         self._slots = np.zeros((0, len(self._layouts)), np.int64)
-        self._received = np.zeros((0, 0), np.bool_)
+        self._received = self._wanted
         self._claimed = self._received
         self._missing = 0
         self._anchor: bytes | None = None
@@ -116,8 +117,10 @@ class Put:
 
     def in_spans(self) -> npt.NDArray[np.bool_]:
         """Which parts (pages, parts) the request announces."""
+        if not self.request.spans:
+            return np.ones((self.total_pages - self.first_page, len(self._layouts)), np.bool_)
         pages = np.arange(self.first_page, self.total_pages)[:, np.newaxis]
-        spans = np.array(self.request.spans or [(self.first_page, self.total_pages)] * len(self._layouts))
+        spans = np.array(self.request.spans)
         return np.asarray((pages >= spans[:, 0]) & (pages < spans[:, 1]))
 
     def hold(self, anchor: bytes | None, first_needed: int) -> None:

@@ -173,10 +173,13 @@ class Puts:
         """Which parts are to be sent: those that no page has, and that did not come with an earlier try of this shard."""
         ranges, required = put.request.ranges, put.space.tree.rules.required
         wanted = put.in_spans()
-        bits = np.array([1 << r.component for r in ranges], np.uint16)
-        has = (existing[:, np.newaxis] & bits) != 0
-        wanted[: len(existing)] &= ~has & ((bits & required) == 0)
-        return wanted & ~self.assemblies.present(put.space, put.request.put_id, put.first_page, put.keys, ranges)
+        if len(existing):
+            bits = np.array([1 << r.component for r in ranges], np.uint16)
+            has = (existing[:, np.newaxis] & bits) != 0
+            wanted[: len(existing)] &= ~has & ((bits & required) == 0)
+        if self.assemblies.pending_of(put.space, put.request.put_id):
+            wanted &= ~self.assemblies.present(put.space, put.request.put_id, put.first_page, put.keys, ranges)
+        return wanted
 
     def _count_in_flight(self, put: Put, nbytes: int) -> None:
         """From now until it ends, what the put takes in DRAM is in flight. Raises Busy or NoSpace by the tenant's quota."""
