@@ -241,7 +241,7 @@ class Follower:
     async def committed(self, *, timeout: float | None = None) -> None:
         """Wait until all puts that were followed are committed. Raises NotFound if one is not: what was read is void then."""
         seconds = self._timeout if timeout is None else timeout
-        self._open = False
-        for put in self._puts:
-            message = Outcome(handle=put.handle, wait_ms=int(seconds * 1000))
+        while self._puts:
+            message = Outcome(handle=self._puts[0].handle, wait_ms=int(seconds * 1000))
             await self._namespace.client.call(FrameType.OUTCOME, message, Empty, timeout=seconds + 1.0)
+            del self._puts[0]

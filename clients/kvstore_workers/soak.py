@@ -207,7 +207,7 @@ class Soak:
             now = await self._stat()
             held = {name: now[name] for name in _HELD if now[name]}
             for name, segments in (("tasks", 0), ("descriptors", 2)):  # a segment is two descriptors
-                over = now[name] - segments * now["segments"] - before[name] + segments * before["segments"]
+                over = now[name] - segments * now["dram_segments"]["count"] - before[name] + segments * before["dram_segments"]["count"]
                 if over > 0:
                     held[name] = over
             if not held:

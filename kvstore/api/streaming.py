@@ -27,7 +27,7 @@ from kvstore.api.wire import (
 from kvstore.api.wire.messages import Fetched, FetchRequest, Message
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import BadRequest, Corrupt, KVStoreError, ProtocolError
-from kvstore.store import Held, Space, Store
+from kvstore.store import Held, Put, Space, Store
 
 _AHEAD = 4
 """Blobs of a fetch that are brought up from SSD while earlier ones are sent."""
@@ -150,6 +150,19 @@ async def _send_arriving(connection: Peer, sender: "_Sender", names: list[bytes]
         sources.append((put, page, part, put.layout_of(page, part)))
     for run in runs:
         check_run(run, sources[run.blob][3])
+    puts = {put.handle: put for put, _, _, _ in sources}.values()
+    for put in puts:
+        put.follow()  # for the fetch itself: its session may ask for the outcome meanwhile
+    try:
+        await _send_as_it_arrives(connection, sender, sources, runs)
+    finally:
+        for put in puts:
+            put.unfollow()
+
+
+async def _send_as_it_arrives(
+    connection: Peer, sender: "_Sender", sources: list[tuple[Put, int, int, SliceLayout]], runs: list[Run]
+) -> None:
     for run in runs:
         put, page, part, layout = sources[run.blob]
         for piece in cut(run, layout):
@@ -159,10 +172,10 @@ async def _send_arriving(connection: Peer, sender: "_Sender", names: list[bytes]
                 else:
                     with connection.interruptible(sender.request):
                         await put.progress()
-            following.get(owner, put.handle)  # while it is followed, its bytes stay where they are
             if sender.full(piece):
                 await sender.flush()
             sender.add(piece, layout, stored)
+    await sender.flush()
 
 
 class _ReadAhead:

@@ -197,8 +197,6 @@ class TreeStructure:
 
     def _revive(self, slots: Slots, new: NewPages) -> None:
         """Make ghosts pages again."""
-        if self.parts.slots.available < new.blobs.size:
-            raise NoSpace("the table of parts is full")
         self._fill(slots, new)
         self._page_count += len(slots)
         self._ghost_count -= len(slots)
@@ -248,6 +246,7 @@ class TreeStructure:
 
     def _release_range(self, start: int, length: int) -> None:
         self.pages.node[start : start + length] = ROOT
+        self.pages.flags[start : start + length] = 0
         self.pages.ranges.free(start, length)
 
     def _write_labels(self, node: int, offset: int, tokens: bytes, extras: bytes) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key
-from kvstore.errors import BadRequest
+from kvstore.errors import BadRequest, NoSpace
 from kvstore.hash_index import TAG_MASK
 from kvstore.radix.pages import GHOST, MAX_DEPTH, RECENCY_DEPTH_BITS, Slots
 from kvstore.radix.structure import ROOT, NewPages, Path, Removed, TreeStructure, child_hash
@@ -239,23 +239,26 @@ class RadixTree(TreeStructure):
     def extend(self, base: Path, tokens: bytes, extras: Extras, new: NewPages) -> None:
         """Add the pages of `tokens` right below `base`, which is as far as they match; ghosts among them come back to life.
 
-        Raises NoSpace, with nothing changed or the front of the pages added.
+        Raises NoSpace, with no page added.
         """
         total = len(tokens) // self.pages.token_bytes
         if base.pages + total > MAX_DEPTH:
             raise BadRequest(f"a prefix of {base.pages + total} pages: at most {MAX_DEPTH}")
+        if self.parts.slots.available < int((new.blobs >= 0).sum()):
+            raise NoSpace("the table of parts is full")
         known = self._match_all(tokens, extras, base)
         back = known.pages - base.pages
         if back:
             known = self.open_path(known, tokens, extras, base.pages)
-            self._revive(self.path_slots(known, base.pages), _rows(new, 0, back))
-        if back == total:
-            return
-        node = self._split_at_end(known)
-        node, offset = self._append(node, _rows(new, back, total), sealed=False)
-        self._write_labels(node, offset, self._token_run(tokens, back, total - back), extra_run(extras, back, total - back))
-        if offset == 0:
-            self.child_index.add(self._node_hash(node), node)
+        if back < total:
+            node = self._split_at_end(known)
+            node, offset = self._append(node, _rows(new, back, total), sealed=False)
+            self._write_labels(node, offset, self._token_run(tokens, back, total - back), extra_run(extras, back, total - back))
+            if offset == 0:
+                self.child_index.add(self._node_hash(node), node)
+        if back:  # last, as it can't fail; the ghosts may have moved
+            keys = [new.keys[page * KEY_BYTES : (page + 1) * KEY_BYTES] for page in range(back)]
+            self._revive(np.array([self.pages.find_any(key) for key in keys], np.int32), _rows(new, 0, back))
 
     def insert_below(self, parent_key: bytes, new: NewPages, labels: tuple[bytes, bytes] | None) -> bool:
         """Add a run read from a journal below the page `parent_key`; False if that page is not in the tree.

@@ -5,18 +5,22 @@ head of every required component is there, for a page and for the pages before i
 Bookkeeping on the loop's thread: no await, no I/O.
 """
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import KEY_BYTES
+from kvstore.errors import KVStoreError
 from kvstore.kvspec import PartRange
 from kvstore.radix.components import Masks
 from kvstore.radix.pages import Slots
-from kvstore.radix.tree import EMPTY_PATH, NewPages
+from kvstore.radix.tree import NewPages
 from kvstore.store.pending import Pending
 from kvstore.store.space import Space
+
+_log = logging.getLogger("kvstore.store")
 
 MAX_PENDING_PAGES = 1 << 17
 """Of all computations: each costs some hundred bytes besides its parts."""
@@ -82,29 +86,58 @@ class Assemblies:
         assembly.expires = max(assembly.expires, expires)
         assembly.owners.add(owner)
         assembly.durable |= durable
-        for other in [p for p in assembly.pending if p.meets(pending)]:
+        for other in list(assembly.pending):
+            if not other.meets(pending):  # asked anew after each join: what goes on from here may be two branches
+                continue
             assembly.pending.remove(other)
             pending, spare = other.joined(pending)
             for row in spare:
                 space.unpin(row)
         assembly.pending.append(pending)
 
-    def advance(self, space: Space) -> list[tuple[Assembly, bytes]]:
-        """Bring into the tree all that is whole now. Returns who went on, each with the key of the last page that gained."""
-        went_on: list[tuple[Assembly, bytes]] = []
-        more = True
+    def advance(self, space: Space, put_id: bytes) -> list[tuple[Assembly, bytes]]:
+        """Bring into the tree what is whole now of a computation, and of others what only waited for that.
+
+        Returns who went on, each with the key of the last page that gained. Raises NoSpace, with the computation given up.
+        """
+        own = self._by_id.get((space.number, put_id))
+        try:
+            went_on = self._advance_one(own) if own is not None else []
+        except KVStoreError:
+            if own is not None:
+                self.drop(own)
+            raise
+        more = bool(went_on)
         while more:
             more = False
-            for assembly in self.of_space(space):
-                for pending in sorted(assembly.pending, key=lambda p: p.first):
-                    if (last := _bring_in(assembly, pending)) is not None:
-                        went_on.append((assembly, last))
-                        more = True
-                    if not (pending.rows >= 0).any():
-                        assembly.pending.remove(pending)
-                if not assembly.pending:
-                    del self._by_id[space.number, assembly.put_id]
+            for other in self.of_space(space):
+                if any(p.waits and space.tree.pages.find_key(p.parent) >= 0 for p in other.pending):
+                    try:
+                        gained = self._advance_one(other)
+                    except KVStoreError as error:
+                        _log.warning("pages that waited for others are given up: %s", error.message)
+                        self.drop(other)
+                        continue
+                    went_on += gained
+                    more |= bool(gained)
         return went_on
+
+    def _advance_one(self, assembly: Assembly) -> list[tuple[Assembly, bytes]]:
+        went_on: list[tuple[Assembly, bytes]] = []
+        for pending in sorted(assembly.pending, key=lambda p: p.first):
+            if (last := _bring_in(assembly, pending)) is not None:
+                went_on.append((assembly, last))
+            if not (pending.rows >= 0).any():
+                assembly.pending.remove(pending)
+        if not assembly.pending:
+            del self._by_id[assembly.space.number, assembly.put_id]
+        return went_on
+
+    def adopt(self, space: Space, put_id: bytes, owner: int) -> None:
+        """A client builds on what an earlier try of its shard brought: that stays as long as the client does."""
+        assembly = self._by_id.get((space.number, put_id))
+        if assembly is not None:
+            assembly.owners.add(owner)
 
     def drop(self, assembly: Assembly) -> None:
         """Give up what is pending."""
@@ -132,7 +165,8 @@ def _bring_in(assembly: Assembly, pending: Pending) -> bytes | None:
     count = len(whole) if whole.all() else int(whole.argmin())
     parent = pending.key(pending.first + existing - 1)
     at = tree.pages.find_key(parent)
-    if count and (at >= 0 or parent == tree.root_key):
+    pending.waits = bool(count) and at < 0 and parent != tree.root_key
+    if count and not pending.waits:
         run = slice(existing, existing + count)
         here = _of_whole_components(pending, masks)[run]
         first = pending.first + existing
@@ -140,9 +174,8 @@ def _bring_in(assembly: Assembly, pending: Pending) -> bytes | None:
         extras = {page - first: extra for page, extra in pending.extras.items() if first <= page < first + count}
         rows = np.where(here, pending.rows[run], np.int32(-1))
         keys = pending.keys[run.start * KEY_BYTES : run.stop * KEY_BYTES]
-        base = tree.path_to(at) if at >= 0 else EMPTY_PATH
         space.insert(
-            base, pending.labels[run.start * width : run.stop * width], extras, NewPages(keys, assembly.put_id, rows, pending.ranges)
+            parent, pending.labels[run.start * width : run.stop * width], extras, NewPages(keys, assembly.put_id, rows, pending.ranges)
         )
         _let_go(space, pending, run, here)
         gained = pending.key(first + count - 1)

@@ -65,13 +65,18 @@ class Following:
         return follow.put
 
     async def outcome(self, owner: int, handle: int, wait_s: float) -> None:
-        """Wait until a followed put is committed, and end the follow. Raises NotFound if it ended otherwise, or did not end in time."""
+        """Wait until a followed put is committed, and end the follow; without a wait it ends in any case.
+
+        Raises NotFound if the put ended otherwise, or did not end in time.
+        """
         put = self.get(owner, handle)
         try:
             async with asyncio.timeout(wait_s):
                 while not put.closed:
                     await put.progress()
         except TimeoutError:
+            if not wait_s:  # whoever does not wait wants to leave
+                self._end(owner, handle)
             raise NotFound(f"put {handle} was not committed within {wait_s:g} s: what was read of it is still provisional") from None
         self._end(owner, handle)
         if not put.committed:

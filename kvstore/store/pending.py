@@ -28,6 +28,8 @@ class Pending:
     ranges: tuple[PartRange, ...]
     rows: Slots
     extras: Extras = field(default_factory=dict)
+    waits: bool = False
+    """Whether its front is whole, and only the page before it is missing."""
 
     @property
     def end(self) -> int:
@@ -55,7 +57,8 @@ class Pending:
         return self.key(low) == other.key(low) and self.key(high - 1) == other.key(high - 1)
 
     def joined(self, other: "Pending") -> "tuple[Pending, list[int]]":
-        """Both in one, and the rows of `other` that are not needed, because their parts are here already."""
+        """Both in one, and the rows of `other` that are not needed, because their parts are here already. They must meet."""
+        assert self.meets(other), "two branches were about to be joined"
         first, end = min(self.first, other.first), max(self.end, other.end)
         front, back = (self, other) if self.first <= other.first else (other, self)
         ranges = (*self.ranges, *(r for r in other.ranges if r not in self.ranges))
@@ -71,6 +74,15 @@ class Pending:
         width = len(back.labels) // len(back.rows)
         keys, labels = front.keys + back.keys[shared * KEY_BYTES :], front.labels + back.labels[shared * width :]
         return Pending(first, front.parent, keys, labels, ranges, rows, {**other.extras, **self.extras}), spare
+
+    def announced(self) -> set[tuple[PartRange, int, int]]:
+        """Each part that is here, and the pages [first, last) between which it is."""
+        found = set()
+        for part, part_range in enumerate(self.ranges):
+            pages = np.flatnonzero(self.rows[:, part] >= 0)
+            if len(pages):
+                found.add((part_range, self.first + int(pages[0]), self.first + int(pages[-1]) + 1))
+        return found
 
     def masks(self, spec: KVSpec) -> Masks:
         """Which components are whole on each page."""

@@ -45,8 +45,8 @@ class Prefixes:
         for row in todo:
             space.pin(row)
         try:
-            for first in range(0, len(todo), _AT_ONCE):
-                chunk = todo[first : first + _AT_ONCE]
+            for at in range(0, len(todo), _AT_ONCE):
+                chunk = todo[at : at + _AT_ONCE]
                 results = await asyncio.gather(*(self._residency.promote(space, row) for row in chunk), return_exceptions=True)
                 for row, result in zip(chunk, results, strict=True):
                     if isinstance(result, BaseException) and not isinstance(result, Busy | NotFound):

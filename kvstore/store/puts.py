@@ -123,6 +123,11 @@ class Put:
         spans = np.array(self.request.spans)
         return np.asarray((pages >= spans[:, 0]) & (pages < spans[:, 1]))
 
+    def announced(self) -> list[tuple[PartRange, int, int]]:
+        """Each part, and the pages [first, last) that carry it."""
+        spans = self.request.spans or ((self.first_page, self.total_pages),) * len(self.request.ranges)
+        return [(part, first, last) for part, (first, last) in zip(self.request.ranges, spans, strict=True)]
+
     def hold(self, anchor: bytes | None, first_needed: int) -> None:
         """Take over the pin of the pages before `first_needed`, the first page that is not in the tree."""
         self._anchor, self.first_needed = anchor, first_needed

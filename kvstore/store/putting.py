@@ -4,15 +4,17 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, NO_EXTRA, page_key
-from kvstore.errors import BadRequest, Busy, Cancelled, KVStoreError, MissingParent, NoSpace, NotFound, UnknownNamespace
+from kvstore.errors import BadRequest, Busy, Cancelled, MissingParent, NoSpace, NotFound, UnknownNamespace
+from kvstore.kvspec import PartRange
 from kvstore.radix.tree import EMPTY_PATH, Path
 from kvstore.store.assembly import MAX_PENDING_PAGES, Assemblies, Assembly
-from kvstore.store.pending import overlap, whole_components
+from kvstore.store.pending import whole_components
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_parts
 from kvstore.store.quotas import Quotas
 from kvstore.store.residency import Residency
@@ -22,6 +24,8 @@ from kvstore.store.writeback import Writeback
 from kvstore.tiers.dram import Arena
 
 MAX_PUT_PAGES = 4096
+MAX_SHARDS = 256
+"""Open puts of one put id."""
 MAX_OPEN_PUTS = 1024
 """Each holds the tokens of its pages, so their number is bounded."""
 _YIELD_EVERY = 256
@@ -118,15 +122,30 @@ class Puts:
             raise BadRequest("in a flat namespace every page stands alone: put one at a time")
         if not 0 < pages <= MAX_PUT_PAGES or request.first_page < put.base_pages:
             raise BadRequest(f"a put of the pages [{request.first_page}, {put.total_pages}): give 1 to {MAX_PUT_PAGES} after the base")
-        others = [r for other in self.of_put_id(space, request.put_id) for r in other.request.ranges]
-        others += [r for pending in self.assemblies.pending_of(space, request.put_id) for r in pending.ranges]
-        for part in request.ranges:
-            for other in others:
-                if part != other and overlap(part, other):
-                    raise BadRequest(f"{part} overlaps with {other}, which another shard brings under this put id")
+        self._check_apart(put)
         alone = whole_components(space.spec, request.ranges) & space.tree.rules.required == space.tree.rules.required
         if not alone and self.assemblies.pages + pages > MAX_PENDING_PAGES:
             raise Busy("too many pages wait for other shards", retry_after_ms=1000)
+
+    def _check_apart(self, put: Put) -> None:
+        """Ranges that shards of one put id bring of one page are equal or disjoint."""
+        open_ones = self.of_put_id(put.space, put.request.put_id)
+        if len(open_ones) >= MAX_SHARDS:
+            raise Busy(f"{MAX_SHARDS} puts with this put id are under way", retry_after_ms=100)
+        others = {announced for other in open_ones for announced in other.announced()}
+        for pending in self.assemblies.pending_of(put.space, put.request.put_id):
+            others |= pending.announced()
+        if not others:
+            return
+        known = np.array([(*astuple(part), first, last) for part, first, last in others], np.int64)
+        for part, first, last in put.announced():
+            c, layer_lo, layer_hi, head_lo, head_hi = astuple(part)
+            meet = (known[:, 0] == c) & (known[:, 5] < last) & (known[:, 6] > first)
+            meet &= (known[:, 1] < layer_hi) & (known[:, 2] > layer_lo) & (known[:, 3] < head_hi) & (known[:, 4] > head_lo)
+            meet &= (known[:, 1:5] != (layer_lo, layer_hi, head_lo, head_hi)).any(axis=1)
+            if meet.any():
+                other = PartRange(*(int(x) for x in known[int(meet.argmax()), :5]))
+                raise BadRequest(f"{part} overlaps with {other}, which another shard brings under this put id")
 
     async def _name_pages(self, put: Put, path: Path, slots: npt.NDArray[np.int32]) -> None:
         """Compute the keys of the put's pages, and of those before them that are not in the tree."""
@@ -178,6 +197,7 @@ class Puts:
             has = (existing[:, np.newaxis] & bits) != 0
             wanted[: len(existing)] &= ~has & ((bits & required) == 0)
         if self.assemblies.pending_of(put.space, put.request.put_id):
+            self.assemblies.adopt(put.space, put.request.put_id, put.owner)
             wanted &= ~self.assemblies.present(put.space, put.request.put_id, put.first_page, put.keys, ranges)
         return wanted
 
@@ -240,11 +260,13 @@ class Puts:
             self.assemblies.deposit(space, put.request.put_id, pending, owner=put.owner, expires=expires, durable=durable)
             went_on = self._advance(put)
             exist = self._slots_now(put)
+            self._check_all_here(put, len(exist))
         except BaseException:
             self.abort(put)
             raise
-        if len(exist):
-            self._use(space, space.tree.path_to(int(exist[-1])))
+        for key in [key for _, key in went_on] + ([put.key(put.first_page + len(exist) - 1)] if len(exist) else []):
+            if (slot := space.tree.pages.find_key(key)) >= 0:
+                self._use(space, space.tree.path_to(slot))
         put.close(committed=True)
         self._open.pop(put.handle, None)
         total = put.total_pages - put.first_page
@@ -253,22 +275,28 @@ class Puts:
         stats.put_exists_pages += existed
         stats.put_bytes += put.payload_bytes
         for assembly, key in went_on:
-            if assembly.durable and not (durable and assembly.put_id == put.request.put_id):
+            if assembly.durable and not (durable and assembly.put_id == put.request.put_id and len(exist) == total):
                 self._promise_later(space, key)
         return PutResult(len(exist) - existed, existed, total - len(exist))
 
+    def _check_all_here(self, put: Put, exist: int) -> None:
+        """What was not wanted of this put, because an earlier try had brought it, is still here. Raises Busy if it has gone meanwhile."""
+        if exist == put.total_pages - put.first_page:
+            return
+        here = self.assemblies.present(put.space, put.request.put_id, put.first_page, put.keys, put.request.ranges)
+        if not (here | ~put.in_spans())[exist:].all():
+            raise Busy("what an earlier try of this put had brought is gone: put it again", retry_after_ms=10)
+
     def _advance(self, put: Put) -> list[tuple[Assembly, bytes]]:
-        try:
-            went_on = self.assemblies.advance(put.space)
-        except KVStoreError:
-            for assembly in self.assemblies.of_space(put.space):
-                if assembly.put_id == put.request.put_id:
-                    self.assemblies.drop(assembly)
-            raise
+        went_on = self.assemblies.advance(put.space, put.request.put_id)
         if went_on:
-            self._went_on.set()
-            self._went_on = asyncio.Event()
+            self._wake_waiters()
         return went_on
+
+    def _wake_waiters(self) -> None:
+        """Whoever waits for pages to be whole looks again."""
+        self._went_on.set()
+        self._went_on = asyncio.Event()
 
     async def _whole(self, put: Put, wait_s: float) -> None:
         """Wait until all pages of a put are in the tree, or the time is over."""
@@ -312,12 +340,14 @@ class Puts:
                 self.abort(put)
         for assembly in self.assemblies.expired(now):
             self.assemblies.drop(assembly)
+            self._writeback.poke()
 
     def release_owner(self, owner: int) -> None:
         """A client is gone: its puts leave nothing."""
         for put in [p for p in self._open.values() if p.owner == owner]:
             self.abort(put)
         self.assemblies.release_owner(owner)
+        self._writeback.poke()
 
     def end_space(self, space: Space) -> None:
         """A namespace is dropped."""
@@ -325,6 +355,9 @@ class Puts:
             self.abort(put)
         for assembly in self.assemblies.of_space(space):
             self.assemblies.drop(assembly)
+        self._wake_waiters()
+        self._opened.set()
+        self._opened = asyncio.Event()
 
     def close(self) -> None:
         """The daemon stops: everything under way ends."""

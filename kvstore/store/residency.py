@@ -343,6 +343,7 @@ class Residency:
         for first in range(0, len(pending), 64):
             freed += await self._demote(pending[first : first + 64])
             await self.announce_room()
+        self.writeback.poke()  # what was dropped is to be deleted
         return freed
 
     async def _demote(self, units: list[Unit]) -> int:

@@ -16,7 +16,7 @@ from kvstore.kvspec import KVSpec, PartRange, namespace_digest
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
 from kvstore.radix.pages import DURABLE, GHOST, Slots
-from kvstore.radix.tree import Extras, NewPages, Path, RadixTree, Removed
+from kvstore.radix.tree import EMPTY_PATH, Extras, NewPages, Path, RadixTree, Removed
 from kvstore.radix.usefulness import useless_parts
 from kvstore.store.stats import Stats
 from kvstore.tiers.blobs import NO_SLOT, BlobTable, stored_bytes
@@ -192,9 +192,11 @@ class Space:
 
     # --- pages ---------------------------------------------------------------------------------------------------------
 
-    def insert(self, base: Path, tokens: bytes, extras: Extras, new: NewPages) -> None:
-        """Add pages below `base` (see RadixTree.extend). Ghosts make room if the table is full."""
+    def insert(self, parent: bytes, tokens: bytes, extras: Extras, new: NewPages) -> None:
+        """Add pages below the page of this key, or the root (see RadixTree.extend). Ghosts make room if the table is full."""
         self.forget_ghosts(self.tree.page_count + self.tree.ghost_count + len(new.blobs) - self.tree.capacity)
+        at = self.tree.pages.find_key(parent)
+        base = EMPTY_PATH if parent == self.tree.root_key else self.tree.path_to(at)
         self.tree.extend(base, tokens, extras, new)
         np.add.at(self.blobs.pages, new.blobs[new.blobs >= 0], 1)
 
@@ -228,8 +230,10 @@ class Space:
         """Remove at least `count` ghosts for good, the coldest first, if there are so many."""
         if count <= 0:
             return
-        for slot in self.tree.coldest(self.tree.ghost_slots(), count).tolist():
-            if self.tree.pages.flags[slot] & GHOST:
+        pages = self.tree.pages
+        for key in [pages.key_bytes(slot) for slot in self.tree.coldest(self.tree.ghost_slots(), count).tolist()]:
+            slot = pages.find_any(key)  # each removal may move others, or take them along
+            if slot >= 0 and pages.flags[slot] & GHOST:
                 self.tree.remove(slot)
 
     def drop_components(self, slot: int, components: int) -> None:
