@@ -252,7 +252,11 @@ class RadixTree(TreeStructure):
             known = self.open_path(known, tokens, extras, base.pages)
         if back < total:
             node = self._split_at_end(known)
-            node, offset = self._append(node, _rows(new, back, total), sealed=False)
+            try:
+                node, offset = self._append(node, _rows(new, back, total), sealed=False)
+            except NoSpace:
+                self._merge_only_child(node)  # it may have been cut off for what does not come
+                raise
             self._write_labels(node, offset, self._token_run(tokens, back, total - back), extra_run(extras, back, total - back))
             if offset == 0:
                 self.child_index.add(self._node_hash(node), node)

@@ -13,7 +13,7 @@ import pytest
 from kvstore.api.wire import BadRequest, Component, KVSpec, NotFound, PartRange
 from kvstore_client import AsyncClient, Client, Namespace
 from kvstore_workers.daemon_process import DaemonProcess
-from tests.integration.raw import wait_for_baseline
+from tests.integration.raw import stat, wait_for_baseline
 
 LAYERS, GROUP, PAGES = 8, 2, 6
 SPEC = KVSpec(4, (Component("full", LAYERS, 4, 32),), group_layers=GROUP)
@@ -186,8 +186,6 @@ async def test_a_producer_killed_in_the_middle_fails_its_followers_cleanly(daemo
 
 
 def _dram(daemon: DaemonProcess) -> int:
-    from tests.integration.raw import stat
-
     return int(stat(daemon.http)["tiers"]["dram"]["used"])
 
 
@@ -253,3 +251,15 @@ def test_the_blocking_client_streams_too(daemon: DaemonProcess) -> None:
         assert theirs.prefetch(tokens(20)) == 0
         assert theirs.abandon(tokens(20)) == 0, "another context goes on from here"
         assert theirs.delete(tokens(20)) == PAGES + 1
+
+
+async def test_whoever_stops_following_lets_go(namespace: Namespace, daemon: DaemonProcess) -> None:
+    async with AsyncClient(daemon.unix_endpoint, timeout=20) as consumer:
+        theirs = await consumer.namespace("streams")
+        async with namespace.stream_put(tokens(21), put_id=b"left early".ljust(16)) as put:
+            async with theirs.follow(b"left early".ljust(16)):
+                pass
+            for low, high in GROUPS:
+                await put.send(low, high, np.ascontiguousarray(content(21)[:, low:high]))
+            await put.commit()
+        assert await asyncio.to_thread(lambda: stat(daemon.http)["pinned_blobs"]) == 0, "a follower that has left holds blobs"

@@ -131,7 +131,7 @@ ranks = st.sampled_from([0, 1, 1, 0, None])
 class ShardMachine(RuleBasedStateMachine):
     """The model: what each rank of each computation ever put, and the boundaries that were acknowledged as durable."""
 
-    @initialize(recipes=st.booleans(), max_ghosts=st.sampled_from([0, 20]))
+    @initialize(recipes=st.booleans(), max_ghosts=st.sampled_from([0, 3, 20]))
     def start(self, recipes: bool, max_ghosts: int) -> None:
         self.max_ghosts = max_ghosts
         self.folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
@@ -374,10 +374,10 @@ async def test_a_commit_can_wait_for_the_other_shards(tmp_path: Path) -> None:
         check(store)
 
 
-async def _send(put: Any) -> None:
+async def _send(put: Any, prefix: Prefix = (1,)) -> None:
     for page, part in put.wanted_cells():
         part_range = put.request.ranges[part]
-        data = cut(payload((1,)[: page + 1], put.request.put_id, part_range.component), part_range)
+        data = cut(payload(prefix[: page + 1], put.request.put_id, part_range.component), part_range)
         layout = SPEC.slice_layout(part_range)
         view, _ = put.locate(page, part, 0, len(data), layout.count)
         view[:] = data
@@ -431,3 +431,118 @@ async def test_a_state_behind_every_boundary_in_use_goes_before_any_page(tmp_pat
         assert after.known_pages == after.pages == 6
         assert len(after.boundaries) < 7
         assert await put_shard(store, space, chain, b"b" * 16, None) == PutResult(0, 6, 0)
+
+
+async def test_two_branches_under_one_put_id_stay_apart(tmp_path: Path) -> None:
+    x, y = (1, 2, 3, 4), (1, 2, 5, 6)
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        whole: dict[str, Any] = {"window_pages": 0, "with_state": False}
+        for rank in (0, 1):
+            await put_shard(store, space, x[:2], b"a" * 16, rank, **whole)
+            for context in (x, y):
+                await put_shard(store, space, context, b"a" * 16, rank, first=2, **whole)
+            if rank == 0:
+                assert store.pending_pages == 6
+        assert store.pending_pages == 0
+        for context in (x, y):
+            found = store.match(space, tokens_of(context), {}, parts=True)
+            assert found.known_pages == 4
+            slots = space.tree.path_slots(space.tree.match(tokens_of(context)))
+            for page, slot in enumerate(slots.tolist()):
+                for part, row in enumerate(space.rows_of(slot)):
+                    held = await store.hold(space, row)
+                    rank, which = divmod(part, 2)
+                    expected = cut(payload(context[: page + 1], b"a" * 16, 0), parts_of(rank)[which])
+                    assert bytes(held.view[: len(expected)]) == expected, f"bytes of another branch in page {page} of {context}"
+                    held.release()
+        check(store)
+
+
+async def test_forgetting_ghosts_harms_nothing_that_lives(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    async with Store(config(tmp_path / "d", max_ghosts=20, dram_bytes=120_000, ssd_bytes=160_000)) as store:
+        space = await store.create_namespace(SETTINGS)
+        for number in range(250):
+            prefix = tuple(rng.integers(0, 3, rng.integers(1, 6)).tolist())
+            try:
+                await put_shard(store, space, prefix, number.to_bytes(16, "little"), None)
+            except (Busy, NoSpace):
+                await asyncio.sleep(0.01)
+        assert not store.died.is_set()
+        await store.settle()
+        check(store)
+        assert 0 < space.tree.ghost_count <= 20
+
+
+async def test_a_put_refused_by_a_full_table_leaves_nothing(tmp_path: Path) -> None:
+    """Ghosts that it would have brought back stay ghosts, and the tree is as it was."""
+    async with Store(config(tmp_path / "d", max_pages=10, max_ghosts=4)) as store:
+        space = await store.create_namespace(SETTINGS)
+        await put_shard(store, space, (1, 2), b"a" * 16, None)
+        space.remove_page(int(space.tree.path_slots(space.tree.match(tokens_of((1, 2))))[0]))
+        assert space.tree.ghost_count == 2
+        await put_shard(store, space, (5, 5, 5, 5, 5, 5), b"b" * 16, None)
+        with pytest.raises(NoSpace):
+            await put_shard(store, space, (1, 2, *range(10, 18)), b"c" * 16, None)
+        assert store.match(space, tokens_of((1, 2)), {}).known_pages == 0
+        await store.settle()
+        check(store)
+        assert (await put_shard(store, space, (5, 5, 9), b"d" * 16, None)).new_pages == 1
+        check(store)
+
+
+async def test_the_promise_of_a_durable_shard_holds_for_what_is_whole(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        await put_shard(store, space, (1, 2), b"a" * 16, 0, ack=Ack.DURABLE)
+        assert await put_shard(store, space, (1, 2, 3, 4), b"a" * 16, 1, ack=Ack.DURABLE) == PutResult(2, 0, 2)
+        await store.settle()
+        assert all(space.is_durable(slot) for slot in space.tree.live_slots().tolist())
+
+
+async def test_a_second_try_from_another_client_keeps_what_the_first_brought(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        await put_shard(store, space, (1, 2), b"a" * 16, 0, owner=1)
+        again = await store.begin_put(2, space, PutRequest(b"a" * 16, tokens_of((1, 2)), {}, 0, parts_of(0)[:2], Ack.MEMORY))
+        assert again.wanted_runs() == []
+        store.release_owner(1)
+        assert (await store.commit_put(again)).pending_pages == 2
+        assert await put_shard(store, space, (1, 2), b"a" * 16, 1) == PutResult(2, 0, 0)
+        await put_shard(store, space, (7,), b"b" * 16, 0, owner=1)
+        again = await store.begin_put(2, space, PutRequest(b"b" * 16, tokens_of((7,)), {}, 0, parts_of(0)[:2], Ack.MEMORY))
+        store._puts.assemblies.drop(store._puts.assemblies.of_space(space)[0])
+        with pytest.raises(Busy, match="put it again"):
+            await store.commit_put(again)
+        check(store)
+
+
+async def test_pages_that_were_completed_by_another_shard_are_not_the_first_to_go(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        await put_shard(store, space, (1, 2), b"a" * 16, 0)
+        for rank in (0, 1):
+            await put_shard(store, space, (1, 2, 3, 4), b"a" * 16, rank, first=2)
+        await put_shard(store, space, (1, 2), b"a" * 16, 1)
+        slots = space.tree.path_slots(space.tree.match(tokens_of((1, 2, 3, 4))))
+        assert len(slots) == 4
+        assert (space.tree.pages.recency[slots] > 0).all()
+        assert (np.diff(space.tree.pages.recency[slots]) < 0).all()
+        check(store)
+
+
+async def test_an_identical_second_try_is_no_overlap(tmp_path: Path) -> None:
+    """Parts cut in one way on some pages and in another on others."""
+    parts = (PartRange(0, 0, 4, 0, 1), PartRange(1, 0, 1, 0, 1), PartRange(1, 1, 2, 0, 1), PartRange(1, 0, 2, 0, 1))
+    spans = ((0, 4), (0, 2), (0, 2), (2, 4))
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        for _ in range(2):
+            request = PutRequest(b"a" * 16, tokens_of((1, 2, 3, 4)), {}, 0, parts, Ack.MEMORY, spans)
+            under_way = await store.begin_put(1, space, request)
+            await _send(under_way, (1, 2, 3, 4))
+            assert (await store.commit_put(under_way)).pending_pages == 4
+        with pytest.raises(BadRequest, match="another shard"):
+            await store.begin_put(1, space, PutRequest(b"a" * 16, tokens_of((1,)), {}, 0, (PartRange(0, 0, 2, 0, 2),), Ack.MEMORY))
+        check(store)
