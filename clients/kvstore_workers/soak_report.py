@@ -24,7 +24,7 @@ MEASURES = (
     Measure("anonymous memory", _MIB, 0.10, 12 * _MIB),
     Measure("segments' memory", _MIB, 0.05, 4 * _MIB),
     Measure("descriptors", 1, 0.0, 6),
-    Measure("tasks", 1, 0.0, 12),
+    Measure("tasks", 1, 0.0, 30),
     Measure("segments", 1, 0.0, 2),
     Measure("leases", 1, 0.25, 20),
     Measure("journal file", _MIB, 0.05, 1 * _MIB),

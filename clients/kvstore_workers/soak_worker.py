@@ -31,6 +31,8 @@ _FORKS = 8
 _MODEL = fingerprint_revision("soak", "1")
 _PASSING = 4
 _REPORT_S = 1.0
+_TIMEOUT_S = 90.0
+"""A durable put may wait its 20 s for a disk that is shared, and be put again; what takes longer than this hangs."""
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -187,7 +189,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), ended.set)
-    async with AsyncClient(arguments.endpoint, connections=2, name=f"soak {arguments.seed}") as client:
+    async with AsyncClient(arguments.endpoint, connections=2, timeout=_TIMEOUT_S, name=f"soak {arguments.seed}") as client:
         load = Load(client, await open_soak(client), arguments.contexts, arguments.seed)
         if arguments.fill_step:
             await load.fill(arguments.fill_first, arguments.fill_step)
