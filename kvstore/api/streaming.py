@@ -212,15 +212,20 @@ class _ReadAhead:
         return held
 
     async def close(self) -> None:
-        """Let go of what was started and not used."""
-        tasks = [item for item in self._started if isinstance(item, asyncio.Task)]
-        for task in tasks:
-            task.cancel()
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-        for held in (*done, *self._started):
-            if isinstance(held, Held):
-                held.release()
-        self._started.clear()
+        """Let go of what was started and not used, even if this is cancelled while it waits for it."""
+        started, self._started = self._started, deque()
+        for item in started:
+            if isinstance(item, Held):
+                item.release()
+            else:
+                item.cancel()
+                item.add_done_callback(_release_result)
+        await asyncio.gather(*(item for item in started if isinstance(item, asyncio.Task)), return_exceptions=True)
+
+
+def _release_result(task: asyncio.Task[Held]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().release()
 
 
 class _Sender:

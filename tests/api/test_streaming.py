@@ -1,5 +1,7 @@
 """Fetches, against a peer that does the worst between two frames."""
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,11 +12,12 @@ import pytest
 
 from kvstore.api.sessions import Session
 from kvstore.api.streaming import stream_fetch
-from kvstore.api.wire import Channel, FrameType, Run, pack, pack_runs, slice_digest
+from kvstore.api.wire import Channel, FrameType, Run, SliceLayout, pack, pack_runs, slice_digest
 from kvstore.api.wire.messages import FetchRequest, Message
 from kvstore.errors import Corrupt
 from kvstore.store import Ack, Space, Store
 from kvstore.store.check import check
+from kvstore.tiers.ssd import BlobFile
 from tests.store.test_store import PARTS, config, page_bytes, put, settings_named, tokens_of
 
 
@@ -98,4 +101,45 @@ async def test_a_blob_evicted_in_the_middle_of_its_fetch_is_not_replaced_by_anot
         assert len(peer.sent) == len(expected) > 1 << 20, "one frame took it all: this test shows nothing"
         assert np.array_equal(np.frombuffer(peer.sent, np.uint8), np.frombuffer(expected, np.uint8)), "another blob's bytes were served"
         await store.settle()
+        check(store)
+
+
+@pytest.mark.parametrize("pauses", range(6))
+async def test_a_fetch_cancelled_twice_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: int) -> None:
+    """By a CANCEL, and then by its connection going away: while the first blob still comes up from SSD, and others are there."""
+    read, gate = BlobFile.read, threading.Event()
+    slow: set[bytes] = set()
+
+    def gated(self: BlobFile, namespace: int, blob: bytes, layout: SliceLayout, target: memoryview) -> None:
+        if blob in slow:
+            gate.wait(10)
+        read(self, namespace, blob, layout, target)
+
+    monkeypatch.setattr(BlobFile, "read", gated)
+    prefix = (1, 2, 3, 4)
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, prefix, b"v" * 16, Ack.DURABLE)
+        table = store.match(space, tokens_of(prefix), {}, parts=True).parts
+        assert table is not None
+        ids = [table.ids[i : i + 16] for i in range(0, len(table.ids), 16)][:: len(PARTS)]
+        for name in ids:
+            space.clear_slot(store.find_blob(space, name))
+        slow.add(ids[0])
+        fetch = pack(FetchRequest(namespace="ns", blobs=len(ids))), b"".join(ids) + pack_runs([Run(i, 0, 64) for i in range(len(ids))])
+        fetching = asyncio.create_task(stream_fetch(CollectingPeer(store, space), 1, *fetch))
+        while not all(store.resident(space, store.find_blob(space, name)) for name in ids[1:]):
+            await asyncio.sleep(0.001)
+        fetching.cancel()
+        for _ in range(pauses):
+            await asyncio.sleep(0)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        gate.set()
+        await store.settle()
+        while store.resident(space, store.find_blob(space, ids[0])) is None:
+            await asyncio.sleep(0.001)  # its read goes on: others may have asked for it meanwhile
+        await asyncio.sleep(0)
+        assert store.pinned_blobs == 0
         check(store)
