@@ -41,11 +41,13 @@ class PutLayout:
         self.first_page = first_page
         self.total = total
         self.spans = spans or ((first_page, total),) * len(parts)
-        pages = np.arange(first_page, total)[:, np.newaxis]
-        bounds = np.array(self.spans).reshape(-1, 2)
-        carried = (pages >= bounds[:, 0]) & (pages < bounds[:, 1])
-        sizes = carried * np.array([spec.part_bytes(p) for p in parts], np.int64)
-        ends = np.cumsum(sizes.ravel()).reshape(sizes.shape)
+        sizes = np.array([spec.part_bytes(p) for p in parts], np.int64)
+        if spans is None:  # every page is like the first
+            ends = np.arange(total - first_page, dtype=np.int64)[:, np.newaxis] * sizes.sum() + sizes.cumsum()
+        else:
+            pages, bounds = np.arange(first_page, total)[:, np.newaxis], np.array(spans).reshape(-1, 2)
+            sizes = ((pages >= bounds[:, 0]) & (pages < bounds[:, 1])) * sizes
+            ends = sizes.cumsum().reshape(sizes.shape)
         self._starts: npt.NDArray[np.int64] = ends - sizes
         self._page_ends = ends[:, -1]
 
@@ -65,10 +67,11 @@ class PutLayout:
             first = last
 
     def between(self, first: int, last: int) -> tuple[list[PartRange], list[tuple[int, int]]]:
-        """The parts that the pages [first, last) carry, and on which of them."""
+        """The parts that the pages [first, last) carry, and on which of them; no spans if all carry all of these parts."""
         clipped = [(part, max(lo, first), min(hi, last)) for part, (lo, hi) in zip(self.parts, self.spans, strict=True)]
         found = [(part, (lo, hi)) for part, lo, hi in clipped if lo < hi]
-        return [part for part, _ in found], [span for _, span in found]
+        spans = [span for _, span in found]
+        return [part for part, _ in found], [] if spans == [(first, last)] * len(spans) else spans
 
     def frames(self, wanted: list[tuple[int, int, int]], parts: list[PartRange], max_bytes: int = MAX_BULK_PAYLOAD) -> list[SliceFrame]:
         """What to send, page after page: `wanted` names (index into `parts`, first page, last page)."""

@@ -246,7 +246,7 @@ class RadixTree(TreeStructure):
             raise BadRequest(f"a prefix of {base.pages + total} pages: at most {MAX_DEPTH}")
         if self.parts.slots.available < int((new.blobs >= 0).sum()):
             raise NoSpace("the table of parts is full")
-        known = self._match_all(tokens, extras, base)
+        known = self._match_all(tokens, extras, base) if self._ghost_count else base
         back = known.pages - base.pages
         if back:
             known = self.open_path(known, tokens, extras, base.pages)

@@ -46,6 +46,10 @@ class Pending:
         """Whether a page is among them."""
         return self.first <= page < self.end and self.key(page) == key
 
+    def extras_of(self, first: int, count: int) -> Extras:
+        """The extra digests of some of its pages, by page counted from `first`."""
+        return {page - first: extra for page, extra in self.extras.items() if first <= page < first + count}
+
     def meets(self, other: "Pending") -> bool:
         """Whether both speak of one chain of pages, overlapping or one right after the other."""
         low, high = max(self.first, other.first), min(self.end, other.end)

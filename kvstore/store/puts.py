@@ -70,6 +70,8 @@ class Put:
         self.first_page = request.first_page
         self.total_pages = base_pages + len(request.tokens) // space.tree.pages.token_bytes
         self.first_needed = self.total_pages
+        self.payload_bytes = 0
+        """Payload bytes wanted."""
         self.keys = b""
         self.parent = b""
         self.closed = False
@@ -106,11 +108,6 @@ class Put:
         return self.keys[(page - self.first_page) * KEY_BYTES : (page - self.first_page + 1) * KEY_BYTES]
 
     @property
-    def payload_bytes(self) -> int:
-        """Payload bytes wanted."""
-        return int((self._wanted.sum(axis=0) * [layout.payload_bytes for layout in self._layouts]).sum())
-
-    @property
     def stored_sizes(self) -> list[int]:
         """Bytes of the stored form of each part of a page."""
         return [layout.payload_bytes + DIGEST_BYTES * layout.count for layout in self._layouts]
@@ -138,7 +135,8 @@ class Put:
         self._slots = np.full(wanted.shape, NO_SLOT, np.int64)
         sent = np.repeat(wanted, [layout.count for layout in self._layouts], axis=1)
         self._received, self._claimed = ~sent, ~sent
-        self._missing = int(sent.sum())
+        self._missing = int(np.count_nonzero(sent))
+        self.payload_bytes = sum(int(np.count_nonzero(wanted[:, part])) * layout.payload_bytes for part, layout in enumerate(self._layouts))
         if not self._missing:
             self.settled.set()
 
@@ -149,6 +147,8 @@ class Put:
 
     def wanted_runs(self) -> list[tuple[int, int, int]]:
         """(part, first page, last page) of all that is to be sent; pages half-open."""
+        if self._wanted.all():
+            return [(part, self.first_page, self.total_pages) for part in range(self._wanted.shape[1])]
         runs = []
         for part in range(self._wanted.shape[1]):
             edges = np.flatnonzero(np.diff(np.concatenate([[0], self._wanted[:, part].astype(np.int8), [0]])))

@@ -163,7 +163,7 @@ class Puts:
                 parent = key
             else:
                 keys.append(key)
-            if page % _YIELD_EVERY == 0:
+            if (page - path.pages) % _YIELD_EVERY == _YIELD_EVERY - 1:
                 await asyncio.sleep(0)
         put.parent, put.keys = parent, b"".join(keys)
 
@@ -254,11 +254,7 @@ class Puts:
         try:
             put.check_complete()
             existed = len(self._slots_now(put))
-            pending = put.hand_over()
-            expires = time.monotonic() + self._idle_s
-            durable = put.request.ack is Ack.DURABLE
-            self.assemblies.deposit(space, put.request.put_id, pending, owner=put.owner, expires=expires, durable=durable)
-            went_on = self._advance(put)
+            went_on = self._take_in(put, new=not existed)
             exist = self._slots_now(put)
             self._check_all_here(put, len(exist))
         except BaseException:
@@ -274,6 +270,7 @@ class Puts:
         stats.put_pages += len(exist) - existed
         stats.put_exists_pages += existed
         stats.put_bytes += put.payload_bytes
+        durable = put.request.ack is Ack.DURABLE
         for assembly, key in went_on:
             if assembly.durable and not (durable and assembly.put_id == put.request.put_id and len(exist) == total):
                 self._promise_later(space, key)
@@ -287,9 +284,21 @@ class Puts:
         if not (here | ~put.in_spans())[exist:].all():
             raise Busy("what an earlier try of this put had brought is gone: put it again", retry_after_ms=10)
 
-    def _advance(self, put: Put) -> list[tuple[Assembly, bytes]]:
-        went_on = self.assemblies.advance(put.space, put.request.put_id)
-        if went_on:
+    def _take_in(self, put: Put, *, new: bool) -> list[tuple[Assembly, bytes]]:
+        """Take over what a put received: into the tree, or to wait for what is missing. Returns which computations went on.
+
+        `new` says that none of its pages is in the tree.
+        """
+        space, put_id, pending = put.space, put.request.put_id, put.hand_over()
+        alone = new and self.assemblies.take_whole(space, put_id, pending)
+        if alone:
+            went_on = self.assemblies.advance_others(space)
+        else:
+            expires = time.monotonic() + self._idle_s
+            durable = put.request.ack is Ack.DURABLE
+            self.assemblies.deposit(space, put_id, pending, owner=put.owner, expires=expires, durable=durable)
+            went_on = self.assemblies.advance(space, put_id)
+        if alone or went_on:
             self._wake_waiters()
         return went_on
 

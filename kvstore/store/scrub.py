@@ -18,6 +18,7 @@ from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
+from kvstore.store.waits import finish_despite_cancel
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT, stored_bytes
 from kvstore.tiers.ssd import BlobFile, Unreadable, verify_stored
@@ -26,6 +27,8 @@ _log = logging.getLogger("kvstore.scrub")
 _IDLE_S = 1.0
 _LOOK_ROWS = 1024
 """Rows of the blob table looked at before the others get a turn."""
+_BATCH_BYTES = 2 << 20
+"""Verified in one go: handing work to a thread costs the loop as much as a small put does."""
 
 
 class _Copy(Enum):
@@ -34,6 +37,22 @@ class _Copy(Enum):
     GOOD = 0
     BAD = 1
     UNREADABLE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Blob:
+    """A blob to look at: its row, and where its copies are."""
+
+    row: int
+    name: bytes
+    layout: SliceLayout
+    on_ssd: bool
+    memory: memoryview | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return (self.on_ssd + (self.memory is not None)) * stored_bytes(self.layout)
 
 
 @dataclass(slots=True)
@@ -74,18 +93,28 @@ class Scrubber:
         spaces = list(self._spaces())
         self.progress.done, self.progress.of_about = 0, sum(space.blobs.count for space in spaces)
         for space in spaces:
-            for row in range(space.blobs.slots.high):
-                if space.dropped:
-                    break
-                if space.blobs.pages[row]:
-                    started = time.monotonic()
-                    nbytes = await self._scrub(space, row)
-                    self.progress.done += 1
-                    await self._pace(nbytes, started)
-                elif row % _LOOK_ROWS == 0:
-                    await asyncio.sleep(0)
+            row = 0
+            while row < space.blobs.slots.high and not space.dropped:
+                started = time.monotonic()
+                batch, row = self._next_batch(space, row)
+                await self._pace(await self._scrub(space, batch) if batch else 0, started)
+                self.progress.done += len(batch)
         self.progress.passes += 1
         self.progress.last_pass = time.time()
+
+    def _next_batch(self, space: Space, row: int) -> "tuple[list[_Blob], int]":
+        """The next blobs to look at from a row on, pinned so that no copy goes away meanwhile, and the row after them."""
+        blobs, batch, nbytes = space.blobs, list[_Blob](), 0
+        end = min(row + _LOOK_ROWS, blobs.slots.high)
+        while row < end and nbytes < _BATCH_BYTES:
+            if blobs.pages[row]:
+                stored, slot = space.stored_bytes(row), int(blobs.slot[row])
+                memory = None if slot == NO_SLOT else self._view(slot)[:stored]
+                batch.append(_Blob(row, blobs.id_of(row), blobs.layout_of(row), bool(blobs.on_ssd[row]), memory))
+                space.pin(row)
+                nbytes += batch[-1].nbytes
+            row += 1
+        return batch, row
 
     async def _pace(self, nbytes: int, started: float) -> None:
         """Keep within the rate, and wait while the disk is not well."""
@@ -93,26 +122,32 @@ class Scrubber:
         while not self._writeback.state.ok:  # noqa: ASYNC110 - a slow look now and then is all it takes
             await asyncio.sleep(_IDLE_S)
 
-    async def _scrub(self, space: Space, row: int) -> int:
-        """Verify the copies of one blob and mend what can be mended. Returns the bytes read."""
-        blobs, stored = space.blobs, space.stored_bytes(row)
-        loop = asyncio.get_running_loop()
-        name, layout = blobs.id_of(row), blobs.layout_of(row)
-        space.pin(row)  # so that neither copy goes away meanwhile
+    async def _scrub(self, space: Space, batch: "list[_Blob]") -> int:
+        """Verify the copies of some pinned blobs, let them go, and mend what can be mended. Returns the bytes read."""
+        look = asyncio.get_running_loop().run_in_executor(self._readers, self._look_at, space.number, batch)
         try:
-            on_ssd, slot = bool(blobs.on_ssd[row]), int(blobs.slot[row])
-            ssd = await loop.run_in_executor(self._readers, self._look_on_ssd, space.number, name, layout) if on_ssd else _Copy.GOOD
-            in_memory = slot != NO_SLOT
-            memory_good = not in_memory or await loop.run_in_executor(self._readers, _verifies, name, layout, self._view(slot)[:stored])
-            self._stats.scrubbed_blobs += 1
-            self._stats.scrubbed_stored_bytes += (on_ssd + in_memory) * stored
-            if not space.dropped and ssd is not _Copy.GOOD:
-                await self._mend_ssd(space, row, ssd, memory_good=memory_good)
-            if not space.dropped and not memory_good:
-                self._discard(space, row)  # only the copy, unless SSD is known to have none
+            found = await finish_despite_cancel(look)  # the thread reads what is pinned until it is done
+            for blob, (ssd, memory_good) in zip(batch, found, strict=True):
+                self._stats.scrubbed_blobs += 1
+                self._stats.scrubbed_stored_bytes += blob.nbytes
+                if not space.dropped and ssd is not _Copy.GOOD:
+                    await self._mend_ssd(space, blob.row, ssd, memory_good=memory_good)
+                if not space.dropped and not memory_good:
+                    self._discard(space, blob.row)  # only the copy, unless SSD is known to have none
         finally:
-            space.unpin(row)
-        return (on_ssd + in_memory) * stored
+            for blob in batch:
+                space.unpin(blob.row)
+        return sum(blob.nbytes for blob in batch)
+
+    def _look_at(self, number: int, batch: "list[_Blob]") -> "list[tuple[_Copy, bool]]":
+        """In a reader's thread: how the copies of each blob are, on SSD and in memory."""
+        return [
+            (
+                self._look_on_ssd(number, blob.name, blob.layout) if blob.on_ssd else _Copy.GOOD,
+                blob.memory is None or _verifies(blob.name, blob.layout, blob.memory),
+            )
+            for blob in batch
+        ]
 
     def _look_on_ssd(self, number: int, name: bytes, layout: SliceLayout) -> "_Copy":
         try:
