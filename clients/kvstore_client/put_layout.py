@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -41,28 +42,34 @@ class PutLayout:
         self.first_page = first_page
         self.total = total
         self.spans = spans or ((first_page, total),) * len(parts)
-        sizes = np.array([spec.part_bytes(p) for p in parts], np.int64)
-        if spans is None:  # every page is like the first
-            ends = np.arange(total - first_page, dtype=np.int64)[:, np.newaxis] * sizes.sum() + sizes.cumsum()
-        else:
+        sizes = [spec.part_bytes(p) for p in parts]
+        self._page_bytes = sum(sizes)
+        """Bytes of a page that carries all parts."""
+        self._offsets = list(accumulate(sizes, initial=0))
+        self._starts: npt.NDArray[np.int64] | None = None
+        """(pages, parts): where each lies, if not every page is like the first."""
+        self._page_ends: npt.NDArray[np.int64]
+        if spans is not None:
             pages, bounds = np.arange(first_page, total)[:, np.newaxis], np.array(spans).reshape(-1, 2)
-            sizes = ((pages >= bounds[:, 0]) & (pages < bounds[:, 1])) * sizes
-            ends = sizes.cumsum().reshape(sizes.shape)
-        self._starts: npt.NDArray[np.int64] = ends - sizes
-        self._page_ends = ends[:, -1]
+            carried = ((pages >= bounds[:, 0]) & (pages < bounds[:, 1])) * np.array(sizes, np.int64)
+            ends = carried.cumsum().reshape(carried.shape)
+            self._starts, self._page_ends = ends - carried, ends[:, -1]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole buffer."""
-        return int(self._page_ends[-1])
+        return (self.total - self.first_page) * self._page_bytes if self._starts is None else int(self._page_ends[-1])
 
     def commits(self, max_pages: int, max_bytes: int) -> Iterator[tuple[int, int]]:
         """The pages [first, last) of each commit, of at most so many pages and about so many bytes."""
-        first = 0
-        while first < len(self._page_ends):
-            before = int(self._page_ends[first - 1]) if first else 0
-            last = int(np.searchsorted(self._page_ends, before + max_bytes, side="right"))
-            last = min(max(last, first + 1), first + max_pages, len(self._page_ends))
+        first, pages = 0, self.total - self.first_page
+        while first < pages:
+            if self._starts is None:
+                last = first + max_bytes // self._page_bytes
+            else:
+                before = int(self._page_ends[first - 1]) if first else 0
+                last = int(np.searchsorted(self._page_ends, before + max_bytes, side="right"))
+            last = min(max(last, first + 1), first + max_pages, pages)
             yield self.first_page + first, self.first_page + last
             first = last
 
@@ -78,8 +85,11 @@ class PutLayout:
         cells = [(page, part) for part, first, last in wanted for page in range(first, last)]
         return [frame for page, part in sorted(cells) for frame in self._frames_of(page, part, parts[part], max_bytes)]
 
+    def _start(self, row: int, part: int) -> int:
+        return row * self._page_bytes + self._offsets[part] if self._starts is None else int(self._starts[row, part])
+
     def _frames_of(self, page: int, part: int, part_range: PartRange, max_bytes: int) -> Iterator[SliceFrame]:
-        at = int(self._starts[page - self.first_page, self.parts.index(part_range)])
+        at = self._start(page - self.first_page, self.parts.index(part_range))
         group: list[tuple[int, int]] = []
         first, size = 0, 0
         for index, slice_bytes in enumerate(self.spec.slice_layout(part_range).sizes):
