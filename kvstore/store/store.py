@@ -13,7 +13,7 @@ import lmdb
 import numpy as np
 
 from kvstore.digests import DIGEST_BYTES
-from kvstore.errors import Busy, Conflict, MissingParent, NotFound, UnknownNamespace
+from kvstore.errors import Busy, Conflict, DiskFailing, MissingParent, NoSpace, NotFound, UnknownNamespace
 from kvstore.lmdb_files import DATA_FILE
 from kvstore.radix.journal import Journal
 from kvstore.radix.tree import Extras
@@ -247,8 +247,10 @@ class Store:
         try:
             async with self._writeback.lock:
                 await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.put_namespace, space.record())
-        except BaseException:
+        except BaseException as error:
             self._spaces.remove(space)  # unless it has been dropped, and created anew, meanwhile
+            if isinstance(error, (lmdb.Error, OSError)):
+                raise self._writeback.failed(error) from error
             raise
         return space
 
@@ -268,7 +270,10 @@ class Store:
         raise UnknownNamespace(f"no namespace {name_or_id!r}; create it first")
 
     async def drop_namespace(self, space: Space) -> None:
-        """Forget a namespace and everything in it; its space on both tiers is free when this returns."""
+        """Forget a namespace and everything in it; its space on both tiers is free when this returns.
+
+        Its records go in the background even if the caller is cancelled. Raises DiskFailing if the disk refuses.
+        """
         space.dropped = True
         self._spaces.remove(space)
         for kind in (self.leases, self.pins):
@@ -281,18 +286,13 @@ class Store:
         blobs.on_ssd[rows] = False
         for row in rows.tolist():
             space.settle(row)
-        async with self._writeback.lock:
-            for _, _, outdated in [item for item in self._trash.outdated if item[0] is space]:
-                blobs.durable_pages[outdated] = 0
-                for row in outdated:
-                    space.unpin(row)
-            self._trash.outdated[:] = [item for item in self._trash.outdated if item[0] is not space]
-            self._trash.records[:] = [item for item in self._trash.records if item[0] != space.number]
-            self._trash.blobs[:] = [item for item in self._trash.blobs if item[0] != space.number]
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._writer, self._journal.drop_namespace, space.number)
-            await loop.run_in_executor(self._writer, self._blob_file.drop_namespace, space.number)
+        self._trash.namespaces.append(space.number)
         await self._residency.announce_room()
+        try:
+            await self._writeback.emptied()
+        except (NoSpace, DiskFailing) as error:
+            what = f"namespace {space.settings.name!r} is dropped, but its records are deleted only once the disk is well"
+            raise DiskFailing(f"{what} (until then a restart brings it back): {error.message}", retry_after_ms=1000) from error
 
     # --- reading -------------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ class _Batch:
     """Records that named blobs which their pages no longer have: (space, page key, blob rows)."""
     rows: list[tuple[Space, int]] = field(default_factory=list)
     """(space, blob row) being written."""
+    dropped: list[int] = field(default_factory=list)
+    """Numbers of namespaces of which all is deleted."""
     pinned: list[tuple[Space, int]] = field(default_factory=list)
     """Every row of every page of the batch: none may lose its SSD copy while the record that names it is written."""
 
@@ -91,6 +93,11 @@ class Writeback:
     def poke(self) -> None:
         """There may be something to delete."""
         self._wake.set()
+
+    def failed(self, error: Exception) -> KVStoreError:
+        """Somebody else's write failed, made under `lock`: probe the disk from now on. Returns what the caller gets."""
+        self._wake.set()
+        return self.state.failed(error)
 
     def queue(self, space: Space, key: bytes, *, rewrite: bool = False) -> None:
         """Make a page and its ancestors durable in the background, if that is possible and not too much is waiting already."""
@@ -210,7 +217,7 @@ class Writeback:
         batch = self._build(requests)
         failure: KVStoreError | None = None
         try:
-            if batch.blobs or batch.records:
+            if batch.blobs or batch.records or batch.dropped:
                 await self._in_executor(self._write, batch)
                 self.state.recovered()
         except (lmdb.Error, OSError) as error:
@@ -222,6 +229,7 @@ class Writeback:
             self._trash.blobs += batch.blobs.delete
             self._trash.blobs += [(number, blob, len(stored)) for number, blob, stored in batch.blobs.put]
             self._trash.outdated += batch.outdated
+            self._trash.namespaces += batch.dropped
             batch.outdated = []
         self._finish(batch, failure)
         self._end_barriers(self._barriers_under_way, failure)
@@ -250,8 +258,12 @@ class Writeback:
     def _write(self, batch: _Batch) -> None:
         if batch.records.delete_pages:
             self.journal.commit(JournalBatch(delete_pages=batch.records.delete_pages))
+        for number in batch.dropped:
+            self.journal.drop_namespace(number)
         if batch.blobs:
             self._blob_file.commit(batch.blobs)
+        for number in batch.dropped:
+            self._blob_file.drop_namespace(number)
         if batch.records.put_pages:
             self.journal.commit(JournalBatch(put_pages=batch.records.put_pages))
 
@@ -267,7 +279,9 @@ class Writeback:
             for request in requests:
                 request.fail(refused)
         self._rewrite_outdated(batch)
-        batch.records.delete_pages, batch.blobs.delete = self._trash.records, self._trash.blobs
+        batch.dropped, self._trash.namespaces = self._trash.namespaces, []
+        batch.records.delete_pages = [record for record in self._trash.records if record[0] not in batch.dropped]
+        batch.blobs.delete = [blob for blob in self._trash.blobs if blob[0] not in batch.dropped]
         self._trash.records, self._trash.blobs = [], []
         return batch
 
@@ -379,7 +393,7 @@ class Writeback:
                     self._trash.records.append((space.number, key))
         for space, _, rows in batch.outdated:
             for row in rows:
-                space.blobs.durable_pages[row] -= 1
+                space.blobs.durable_pages[row] -= space.blobs.durable_pages[row] if space.dropped else 1
                 space.unpin(row)
         for space, row in batch.pinned:
             space.unpin(row)

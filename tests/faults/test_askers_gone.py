@@ -50,3 +50,19 @@ async def test_a_namespace_created_anew_outlives_an_earlier_creation_that_is_can
             await asyncio.sleep(0)
         await drop
         assert store.space("default", "ns") is await second
+
+
+async def test_a_namespace_whose_drop_is_cancelled_is_gone_all_the_same(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, (1, 2), b"v" * 16, Ack.DURABLE)
+        async with store._writeback.lock:
+            drop = asyncio.create_task(store.drop_namespace(space))
+            await asyncio.sleep(0)
+            drop.cancel()
+            await asyncio.gather(drop, return_exceptions=True)
+        await store.settle()
+        check(store)
+    async with Store(config(tmp_path / "d")) as store:
+        assert store.namespaces("default") == []
+        assert store.usage()["ssd"].used == 0

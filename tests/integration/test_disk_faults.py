@@ -175,6 +175,26 @@ def test_writes_that_fail(failing: tuple[DaemonProcess, Path], data_dir: Path, k
     all_there(data_dir, [*range(0, 100, 10), 3000])
 
 
+@pytest.mark.parametrize("kind", ["write", "sync"])
+def test_namespaces_while_writes_fail(failing: tuple[DaemonProcess, Path], data_dir: Path, kind: str) -> None:
+    daemon, faults = failing
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        namespace.put(context(1), content(context(1)), durable=True)
+        (faults / kind).touch()
+        with pytest.raises(DiskFailing):
+            client.namespace("another", "rev-2", namespace.spec)
+        with pytest.raises(DiskFailing, match="until then a restart brings it back"):
+            namespace.drop()
+        assert client.namespaces() == []
+        (faults / kind).unlink()
+        wait_for("recovery", lambda: bool(state(daemon)["state"] == "ok"))
+        client.namespace("another", "rev-2", namespace.spec)
+    daemon.kill()
+    with DaemonProcess(data_dir, *SIZES) as again, Client(again.endpoint) as client:
+        assert [info.name for info in client.namespaces()] == ["another"]
+
+
 def test_reads_that_fail_are_misses(failing: tuple[DaemonProcess, Path]) -> None:
     daemon, faults = failing
     with Client(daemon.endpoint) as client:
