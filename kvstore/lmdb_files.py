@@ -66,6 +66,13 @@ def open_readonly(path: Path) -> lmdb.Environment:
     return env
 
 
+def check_order(key: bytes, start: bytes) -> bytes:
+    """A key that a cursor reached from `start` on. One before that would have it walked for ever: raises CorruptedError."""
+    if key < start:
+        raise lmdb.CorruptedError(f"keys are out of order: {key.hex()} comes after {start.hex()}")
+    return key
+
+
 def is_marked(path: Path) -> bool:
     """Whether the environment in a folder is to be salvaged when it is opened next."""
     return (path / _MARK).exists()

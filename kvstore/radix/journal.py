@@ -21,7 +21,7 @@ from xxhash import xxh3_128_digest
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
 from kvstore.kvspec import PartRange, canonical_json
-from kvstore.lmdb_files import STRUCTURAL, Gate, mark_damaged, open_environment, open_readonly
+from kvstore.lmdb_files import STRUCTURAL, Gate, check_order, mark_damaged, open_environment, open_readonly
 
 _NAMESPACE, _PAGE, _PROBE = b"N", b"P", b"T"
 _RECORD_VERSION = 1
@@ -191,10 +191,12 @@ class Journal:
         """The namespace numbers that have page records, without a look at each record."""
         found: list[int] = []
         with self._env.begin() as txn, txn.cursor() as cursor:
-            more = cursor.set_range(_PAGE)
-            while more and (key := cursor.key()).startswith(_PAGE):
-                found.append(int.from_bytes(key[1:5], "big"))
-                more = found[-1] < 0xFFFFFFFF and cursor.set_range(_PAGE + (found[-1] + 1).to_bytes(4, "big"))
+            start = _PAGE
+            while cursor.set_range(start) and cursor.key().startswith(_PAGE):
+                found.append(int.from_bytes(check_order(cursor.key(), start)[1:5], "big"))
+                if found[-1] == 0xFFFFFFFF:
+                    break
+                start = _PAGE + (found[-1] + 1).to_bytes(4, "big")
         return found
 
     def page_counts(self) -> dict[int, int]:
@@ -240,6 +242,8 @@ class Journal:
         with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
             start = prefix if after is None else prefix + after + b"\0"
             items = list(islice(cursor.iternext(), limit)) if cursor.set_range(start) else []
+        if items:
+            check_order(items[-1][0], start)
         more = len(items) == limit
         if items and not items[-1][0].startswith(prefix):
             del items[bisect_left(items, True, key=lambda item: not item[0].startswith(prefix)) :]

@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.lmdb_files import DATA_FILE, STRUCTURAL, Gate, map_address, mark_damaged, no_room, open_environment, open_readonly
+from kvstore.lmdb_files import DATA_FILE, STRUCTURAL, Gate, check_order, map_address, mark_damaged, no_room, open_environment, open_readonly
 from kvstore.tiers import Usage
 
 _KEY = struct.Struct(">I16sH")
@@ -185,24 +185,28 @@ class BlobFile:
         prefix = number.to_bytes(4, "big")
         found: list[tuple[bytes, int]] = []
         with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
-            more = cursor.set_range(prefix + after + b"\xff\xff\xff" if after else prefix)
+            start = prefix + after + b"\xff\xff\xff" if after else prefix
+            more = cursor.set_range(start)
             while more and len(found) < limit and cursor.key()[:4] == prefix:
                 blob, extents = cursor.key()[4:20], 0
                 while more and cursor.key()[:20] == prefix + blob:
                     extents += 1
                     more = cursor.next()
                 found.append((blob, extents))
+            if found:
+                check_order(prefix + found[-1][0] + b"\xff\xff\xff", start + b"\0")
         return found
 
     def namespace_numbers(self) -> list[int]:
         """The namespace numbers that have extents in the file."""
         numbers = []
         with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
-            found = cursor.first()
-            while found:
-                number = int.from_bytes(cursor.key()[:4], "big")
-                numbers.append(number)
-                found = number < 0xFFFFFFFF and cursor.set_range((number + 1).to_bytes(4, "big"))
+            start = b""
+            while cursor.set_range(start):
+                numbers.append(int.from_bytes(check_order(cursor.key(), start)[:4], "big"))
+                if numbers[-1] == 0xFFFFFFFF:
+                    break
+                start = (numbers[-1] + 1).to_bytes(4, "big")
         return numbers
 
     def drop_namespace(self, number: int, batch: int = 4096) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.errors import DiskFailing
 from kvstore_client import Client, NoSpace, NotFound
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
@@ -49,7 +50,7 @@ def read_all(data_dir: Path, fresh: int, *, may_refuse: bool) -> int:
             found = sum(pages_left(namespace, seed) for seed in CONTEXTS)
             try:
                 namespace.put(context(fresh), content(context(fresh)), durable=True)
-            except NoSpace:  # a file too damaged to be written is salvaged at the next start, and until then says so
+            except (NoSpace, DiskFailing):  # a file too damaged to be written is salvaged at the next start, and until then says so
                 assert may_refuse, "what was salvaged refuses writes"
                 namespace.put(context(fresh), content(context(fresh)))
             assert fetch_checked(namespace, context(fresh)) == 4, "the daemon does not go on"

@@ -150,3 +150,25 @@ def test_a_write_that_meets_damage_has_the_file_salvaged_at_the_next_opening(tmp
     write(journal, records(CONTEXTS[0], with_labels=True))
     assert load(journal)[1].pages == len(CONTEXTS[0])
     journal.close()
+
+
+def test_keys_out_of_order_are_noticed_and_not_walked_for_ever(tmp_path: Path) -> None:
+    """A flipped bit in a key: LMDB goes on behind it, and finds keys that are before where it was asked to go on."""
+    noticed = 0
+    for count in range(20, 60):  # some fill their leaf exactly, so that the damaged key is the first of the next
+        folder = tmp_path / str(count)
+        journal = Journal(folder, 1 << 22)
+        for number, pages in ((1, count), (2, 100)):
+            journal.commit(JournalBatch(put_pages=[(number, bytes([i]) * 32, b"v" * 100) for i in range(pages)]))
+        assert journal.page_numbers() == [1, 2]
+        journal.close()
+        data = (folder / "data.mdb").read_bytes()
+        first, lower = (b"P" + number.to_bytes(4, "big") + bytes(32) + b"vv" for number in (2, 1))  # with its value: not in a branch
+        (folder / "data.mdb").write_bytes(data.replace(first, lower))
+        damaged = Journal(folder, readonly=True)
+        try:
+            assert damaged.page_numbers() == [1, 2]
+        except lmdb.CorruptedError:
+            noticed += 1
+        damaged.close()
+    assert noticed
