@@ -35,10 +35,13 @@ _BATCH = 1000
 _ROOM = 1 << 20
 
 
-def open_environment(path: Path, map_bytes: int, **options: Any) -> lmdb.Environment:
-    """Open the environment in a folder, made if it is not there; a marked one is salvaged first. Raises DataDirError."""
+def open_environment(path: Path, map_bytes: int, *, entry_bytes: int = 1, **options: Any) -> lmdb.Environment:
+    """Open the environment in a folder, made if it is not there; one that is marked, or plainly damaged, is salvaged first.
+
+    `entry_bytes` is the least that an entry takes up. Raises DataDirError.
+    """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_length(path)
+    _check_meta(path, entry_bytes)
     if (path / _MARK).exists():
         salvage(path, map_bytes)
     try:
@@ -83,8 +86,11 @@ def _open(path: Path, map_bytes: int, options: dict[str, Any]) -> lmdb.Environme
     return lmdb.open(str(path), map_size=map_bytes, mode=0o600, readahead=False, **options)
 
 
-def _check_length(path: Path) -> None:
-    """Have a data file that was cut short salvaged: read through a map, what is missing would be the end of the process (SIGBUS)."""
+def _check_meta(path: Path, entry_bytes: int) -> None:
+    """Have a data file salvaged that was cut short, or says that it holds more than it can.
+
+    Read through a map, what is missing would be the end of the process (SIGBUS); and by such a count the tier would be full for ever.
+    """
     file = path / DATA_FILE
     size = file.stat().st_size if file.exists() else 0
     if not size:
@@ -93,6 +99,9 @@ def _check_length(path: Path) -> None:
     needed = 2 * 4096 if meta is None else max(2, meta.last_page + 1) * meta.page_size
     if size < needed:
         _log.error("%s has %d bytes and should have %d: it was cut short", file, size, needed)
+        mark_damaged(path)
+    elif meta is not None and meta.entries * entry_bytes > size:
+        _log.error("%s has %d bytes and can't hold the %d entries that it counts", file, size, meta.entries)
         mark_damaged(path)
 
 

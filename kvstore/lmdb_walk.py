@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAGIC, DATA_VERSION = 0xBEEFC0DE, 1
-_META = struct.Struct("<16xII16xI84xQQQ")
-"""Of a meta page: magic, version, page size, root of the main database, last page used, transaction."""
+_META = struct.Struct("<16xII16xI76xQQQQ")
+"""Of a meta page: magic, version, page size, entries and root of the main database, last page used, transaction."""
 _PAGE = struct.Struct("<QHHHH")
 _OVERFLOW = struct.Struct("<QHHI")
 _NODE = struct.Struct("<HHHH")
@@ -27,6 +27,7 @@ class Meta:
     """What a meta page says."""
 
     page_size: int
+    entries: int
     root: int
     last_page: int
     transaction: int
@@ -41,9 +42,9 @@ def read_meta(file: Path) -> Meta | None:
             head = data.read(_META.size)
             if len(head) < _META.size:
                 continue
-            magic, version, page_size, root, last_page, transaction = _META.unpack(head)
+            magic, version, page_size, entries, root, last_page, transaction = _META.unpack(head)
             if magic == MAGIC and version == DATA_VERSION and page_size in (4096, 8192, 16_384, 32_768, 65_536) and at in (0, page_size):
-                found.append(Meta(page_size, root, last_page, transaction))
+                found.append(Meta(page_size, entries, root, last_page, transaction))
     return max(found, key=lambda meta: meta.transaction, default=None)
 
 

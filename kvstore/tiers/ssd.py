@@ -58,7 +58,7 @@ class BlobFile:
         self._open()
 
     def _open(self) -> None:
-        self._env = open_environment(self._path, self._map_bytes, max_spare_txns=8, max_readers=126)
+        self._env = open_environment(self._path, self._map_bytes, entry_bytes=self.extent_bytes, max_spare_txns=8, max_readers=126)
         self._extents: int = self._env.stat()["entries"]
         self._fd = os.open(self._path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
         self._map_start = map_address(self._path)

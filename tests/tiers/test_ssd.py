@@ -48,6 +48,21 @@ def test_blobs_come_back_and_space_is_accounted(blob_file: BlobFile) -> None:
     assert {blob for blob, _ in blob_file.stored_blobs(1)} == {blob for blob, _ in made[15:]}
 
 
+def test_a_count_that_can_not_be_is_mended(blob_file: BlobFile, tmp_path: Path) -> None:
+    """A flipped bit in the number of entries: the tier would be full for ever."""
+    made = [make(seed) for seed in range(20)]
+    blob_file.commit(BlobBatch(put=[(1, *m) for m in made]))
+    used = blob_file.usage().used
+    blob_file.close()
+    data = bytearray((tmp_path / "data.mdb").read_bytes())
+    for meta in (0, 4096):
+        data[meta + 124] ^= 1  # bit 32 of the count
+    (tmp_path / "data.mdb").write_bytes(data)
+    mended = BlobFile(tmp_path, 16 << 20, extent_bytes=4080)
+    assert mended.usage().used == used
+    assert all(read(mended, 1, blob) == bytes(stored) for blob, stored in made)
+
+
 def test_deleted_space_is_used_again_without_growth(blob_file: BlobFile, tmp_path: Path) -> None:
     sizes = []
     for generation in range(30):
