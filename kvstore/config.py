@@ -64,6 +64,7 @@ class Config(BaseModel):
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
     extent: int = Field(DEFAULT_EXTENT_BYTES, ge=2032, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
     max_ghosts: int = Field(200_000, ge=0, le=200_000_000, description="most evicted pages of a namespace whose label and history are kept")
+    max_sessions: int = Field(65_536, ge=1, le=100_000_000, description="sessions of a namespace of which it is known where they were last")
     max_leased: Size = Field(0, ge=0, description="payload bytes that the leases of one client may hold; half of both tiers if 0")
     max_pinned: Size = Field(0, ge=0, description="payload bytes that the pins of one tenant may hold; half of both tiers if 0")
     reader_threads: int = Field(4, ge=1, le=64, description="threads that read from SSD")
@@ -132,6 +133,7 @@ class Config(BaseModel):
             move_share=self.move_share,
             reader_threads=self.reader_threads,
             max_ghosts=self.max_ghosts,
+            max_sessions=self.max_sessions,
             lease_bytes=self.max_leased,
             pin_bytes=self.max_pinned,
             durable_wait_s=self.durable_wait,
