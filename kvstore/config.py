@@ -75,6 +75,9 @@ class Config(BaseModel):
     tls_cert: Path | None = Field(None, description="certificate chain (PEM) for both planes; with it, TCP is TLS only")
     tls_key: Path | None = Field(None, description="its key (PEM), not encrypted")
     tls_client_ca: Path | None = Field(None, description="certificates (PEM) of who signs those of clients; with it, clients need one")
+    record: Path | None = Field(None, description="file to record requests to, packed if it ends in .gz; see docs/operations.md")
+    record_max_bytes: Size = Field(1 << 30, ge=1 << 12, description="bytes at which recording ends")
+    record_tokens: bool = Field(False, description="record the tokens of prompts too: who reads the file reads the prompts")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
     @model_validator(mode="after")
@@ -90,6 +93,8 @@ class Config(BaseModel):
             raise ValueError("give tokens either by tokens_file or by KVSTORE_TOKENS, not both")
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca is not None and self.tls_cert is None):
             raise ValueError("tls_cert and tls_key go together, and tls_client_ca with them")
+        if self.record is None and self.record_tokens:
+            raise ValueError("record_tokens goes with record")
         if not (self.loopback or self.guarded or self.insecure):
             raise ValueError(
                 f"host is {self.host}, which others can reach, and there are no tokens: give a tokens_file (docs/security.md), "

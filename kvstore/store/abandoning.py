@@ -6,6 +6,8 @@ below, nobody who names no session has used them, and no sub-agent. A page's use
 else used is the end of the path, and all that hangs from it.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvstore.radix.pages import ANONYMOUS, BRANCHED, GHOST, Slots
@@ -19,9 +21,19 @@ _LOOK_PAGES = 16_384
 """What has more pages below it is taken to be of use to somebody: looking on would hold up the loop."""
 
 
-def last_slots(space: Space, key: bytes) -> Slots:
-    """The path to a page, ghosts at its end included; empty if the tree no longer knows it."""
-    slot = space.tree.pages.find_any(key)
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """Of the path in `slots`, the pages from `first` on are the first to go: `pages`, with those that hang from them."""
+
+    slots: Slots
+    first: int
+    pages: int
+
+
+def last_slots(space: Space, line: Line) -> Slots:
+    """The path to where a line was last, ghosts at its end included; empty if that is not known."""
+    key = space.ends.get(line)
+    slot = -1 if key is None else space.tree.pages.find_any(key)
     return space.tree.path_slots(space.tree.path_to(slot)) if slot >= 0 else np.empty(0, np.int32)
 
 
@@ -38,21 +50,20 @@ def is_compaction(last: int, common: int, asked: int) -> bool:
     return common < asked < last and cut >= MIN_CUT_PAGES and cut > MIN_CUT_SHARE * last
 
 
-def abandon_line(space: Space, line: Line, first: int = 0, *, respecting: int = ANONYMOUS | BRANCHED) -> int:
+def abandon_line(space: Space, line: Line, first: int = 0, *, respecting: int = ANONYMOUS | BRANCHED) -> Abandoned:
     """Forget where a line was last; what of that path, from page `first` on, nobody else has used is the first to go.
 
-    Pages with one of the flags `respecting` stay. Returns the pages.
+    Pages with one of the flags `respecting` stay.
     """
-    key = space.ends.take(line)
-    slots = last_slots(space, key) if key is not None else np.empty(0, np.int32)
+    slots = last_slots(space, line)
+    space.ends.take(line)
     live = np.flatnonzero(space.tree.pages.flags[slots] & GHOST)
     slots = slots[: live[0]] if len(live) else slots
     used = np.flatnonzero(space.tree.pages.flags[slots] & respecting)
     first = max(first, int(used[-1]) + 1 if len(used) else 0)
-    if first >= len(slots):
-        return 0
-    first = max(first, _end_of_use(space, slots, first))
-    return _cool(space, int(slots[first]), first) if first < len(slots) else 0
+    if first < len(slots):
+        first = max(first, _end_of_use(space, slots, first))
+    return Abandoned(slots, first, _cool(space, int(slots[first]), first) if first < len(slots) else 0)
 
 
 def _end_of_use(space: Space, slots: Slots, first: int) -> int:

@@ -67,10 +67,11 @@ class Matching:
         self._stats.asked_tokens += len(tokens) // 4
         self._stats.matched_tokens += max(path.pages - start.pages, 0) * page_tokens
         lease = None
-        if lease_s and path.pages:
-            asked = Asked(start.pages + len(tokens) // tree.pages.token_bytes, tree.path_slots(known))
-            path = tree.open_path(path, tokens, extras, start.pages)
-            lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s)
+        if lease_s:
+            asked = _asked(space, tokens, extras, known, start.pages)
+            if path.pages:
+                path = tree.open_path(path, tokens, extras, start.pages)
+                lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s)
             self._uses.use(space, path, hints, asked=asked)
         table, in_dram = part_table(space, tree.path_slots(path)) if parts else (None, -1)
         return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
@@ -103,6 +104,12 @@ class Matching:
         if lease.space is not space or space.spec.flat:
             raise NotFound(f"lease {base} does not exist in this namespace")
         return space.tree.path_to(space.tree.pages.find_key(lease.boundaries[0]))
+
+
+def _asked(space: Space, tokens: bytes, extras: Extras, known: Path, base: int) -> Asked:
+    pages = base + len(tokens) // space.tree.pages.token_bytes
+    rest = 0 if space.spec.hash_bytes else len(tokens) % space.tree.pages.token_bytes // 4
+    return Asked(pages * space.spec.page_tokens + rest, pages, space.tree.path_slots(known), base, tokens, extras)
 
 
 def usable_path(space: Space, tokens: bytes, extras: Extras) -> Path:

@@ -80,8 +80,7 @@ class Prefixes:
             raise NotFound(f"lease {pin} does not exist: it was released, or it expired")
         self._pins.release(lease)
 
-    @staticmethod
-    def abandon(space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
+    def abandon(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
         """Make the end of a prefix, from a page on, the first to go; but not what other contexts go on from. Returns the pages."""
         tree, path = space.tree, known_path(space, tokens, extras)
         first = path.pages
@@ -94,17 +93,22 @@ class Prefixes:
                 break
             first = tree.nodes.depth[node]
         first = max(first, from_page)
-        slots = tree.path_slots(path)[first:]
-        tree.cool(slots, first)
-        return len(slots)
+        slots = tree.path_slots(path)
+        tree.cool(slots[first:], first)
+        self._uses.abandoned(space, slots, first)
+        return len(slots[first:])
 
-    @staticmethod
-    def abandon_session(space: Space, hints: Hints) -> int:
+    def abandon_session(self, space: Space, hints: Hints) -> int:
         """The session is over: what it used last, and nobody else, is the first to go. Returns the pages."""
         if not hints.session_hash:
             raise BadRequest("the session has no id")
-        lines = (Line(hints.session_hash, sub_agent) for sub_agent in (True, False))
-        return sum(abandon_line(space, line, respecting=ANONYMOUS) for line in lines)
+        pages = 0
+        for sub_agent in (True, False):
+            done = abandon_line(space, Line(hints.session_hash, sub_agent), respecting=ANONYMOUS)
+            if done.pages:
+                self._uses.abandoned(space, done.slots, done.first)
+            pages += done.pages
+        return pages
 
     async def delete(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
         """Delete the page `from_page` of a prefix and all below it, on every tier. Returns the pages; durable when this returns."""

@@ -36,14 +36,13 @@ class SessionEnds:
         if len(self._keys) > self._most:
             self.take(next(iter(self._keys)))
 
-    def take(self, line: Line) -> bytes | None:
-        """Forget a line. Returns its last boundary."""
+    def take(self, line: Line) -> None:
+        """Forget a line."""
         key = self._keys.pop(line, None)
         if key is not None:
             self._at[key] -= 1
             if not self._at[key]:
                 del self._at[key]
-        return key
 
     def any_at(self, key: bytes) -> bool:
         """Whether a line was last at the page of this key."""

@@ -37,6 +37,8 @@ class Stats:
     compactions: int = 0
     abandoned_pages: int = 0
     expired_pages: int = 0
+    recorded_requests: int = 0
+    unrecorded_requests: int = 0
     group_commits: int = 0
     ssd_errors: int = 0
     scrubbed_blobs: int = 0

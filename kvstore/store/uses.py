@@ -4,10 +4,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
-from kvstore.hints import NO_HINTS, Hints, Turn
+from kvstore.hints import Hints, Turn
 from kvstore.radix.pages import ANONYMOUS, BRANCHED, Slots
-from kvstore.radix.tree import Path
+from kvstore.radix.tree import Extras, Path
 from kvstore.store.abandoning import abandon_line, common_pages, is_compaction, last_slots
 from kvstore.store.session_ends import Line
 from kvstore.store.space import Space
@@ -32,10 +33,27 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request was about: so many pages, of which the store knows those in `known`."""
+    """What a request was about: so many tokens, of which the store knows the pages in `known`.
 
+    `labels` and `extras` are those after `base_pages` pages.
+    """
+
+    tokens: int
     pages: int
     known: Slots
+    base_pages: int
+    labels: bytes
+    extras: Extras
+
+
+class Observer(Protocol):
+    """Who is told of uses, in the loop's thread."""
+
+    def used(self, space: Space, use: Use, asked: Asked | None) -> None:
+        """Pages were used: those that are there of what was asked for, or (None) those that were put."""
+
+    def abandoned(self, space: Space, slots: Slots, first: int) -> None:
+        """A client said that of this path the pages from `first` on are not wanted any more."""
 
 
 class Uses:
@@ -47,54 +65,61 @@ class Uses:
         self._tick = 0
         self._marks = [(now(), 0)]
         """Times and ticks: all uses up to a tick were at its time, or before."""
-        self.observers: list[Callable[[Space, Use], None]] = []
+        self.observers: list[Observer] = []
 
     def use(self, space: Space, path: Path, hints: Hints | None = None, *, hits: int | None = None, asked: Asked | None = None) -> None:
-        """A path, which ends at a usable boundary, was used.
+        """A path, which ends at a usable boundary, was used. `asked` is what for; None if pages were put.
 
         Without `hints` (None) it is told about, not used: that says nothing of who will come back to it.
         """
         slots = space.tree.path_slots(path)
         self._tick += 1
         space.tree.touch(slots, self._tick)
-        if hints is not None and len(slots):
-            self._note_session(space, slots, hints, asked or Asked(len(slots), slots))
-        self._tell(space, Use(slots, len(slots) if hits is None else min(hits, len(slots)), hints or NO_HINTS, self._now()))
+        if hints is None:
+            return
+        if not space.spec.flat:
+            self._note_session(space, slots, hints, slots if asked is None else asked.known, len(slots) if asked is None else asked.pages)
+        use = Use(slots, len(slots) if hits is None else min(hits, len(slots)), hints, self._now())
+        self._tell(space, use, asked)
 
     def use_alone(self, space: Space, slots: Slots, hints: Hints) -> None:
-        """Pages were used that each stand alone."""
+        """Pages were used that each stand alone, as those of a flat namespace do."""
         for at in range(len(slots)):
             self._tick += 1
             space.tree.touch(slots[at : at + 1], self._tick)
-        self._tell(space, Use(slots, len(slots), hints, self._now()))
+        self._tell(space, Use(slots, len(slots), hints, self._now()), None)
 
-    def _tell(self, space: Space, use: Use) -> None:
+    def _tell(self, space: Space, use: Use, asked: Asked | None) -> None:
         for observer in self.observers:
-            observer(space, use)
+            observer.used(space, use, asked)
+
+    def abandoned(self, space: Space, slots: Slots, first: int) -> None:
+        """A client gave up the pages of a path from `first` on."""
+        for observer in self.observers:
+            observer.abandoned(space, slots, first)
 
     # --- sessions ------------------------------------------------------------------------------------------------------
 
-    def _note_session(self, space: Space, slots: Slots, hints: Hints, asked: Asked) -> None:
-        """Remember where the session is now, and give up what it has left behind by a compaction."""
+    def _note_session(self, space: Space, slots: Slots, hints: Hints, known: Slots, asked: int) -> None:
+        """Remember where the session is now, and give up what it has left behind by a compaction.
+
+        It asked for so many pages, of which the store knows some and could give `slots`.
+        """
         sub_agent = hints.turn is Turn.SUB_AGENT
         if sub_agent or not hints.session_hash:
             space.tree.pages.flags[slots] |= BRANCHED if sub_agent else ANONYMOUS
         if not hints.session_hash:
             return
         line = Line(hints.session_hash, sub_agent)
-        end = space.tree.pages.key_bytes(int(slots[-1]))
-        if sub_agent:  # there may be several at a time, so the last one says nothing of the others
-            space.ends.put(line, end)
-            return
-        key = space.ends.get(line)
-        last = slots[:0] if key is None else last_slots(space, key)
-        common = common_pages(last, asked.known)
-        if is_compaction(len(last), common, asked.pages):
+        last = last_slots(space, line)
+        common = common_pages(last, known)
+        front = common_pages(last, slots) == len(slots)
+        if not sub_agent and is_compaction(len(last), common, asked):  # of sub-agents there may be several at a time
             self._stats.compactions += 1
-            self._stats.abandoned_pages += abandon_line(space, line, common)
-        elif common_pages(last, slots) == len(slots) and key is not None:
-            end = key  # a look at its front: a put in several commits, or a turn taken back
-        space.ends.put(line, end)
+            self._stats.abandoned_pages += abandon_line(space, line, common).pages
+            front = False
+        if len(slots) and (sub_agent or not front):  # only the front of where it was: a put in several commits, or a turn taken back
+            space.ends.put(line, space.tree.pages.key_bytes(int(slots[-1])))
 
     # --- time ----------------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,12 @@ import pytest
 
 from kvstore.errors import BadRequest
 from kvstore.hints import NO_HINTS, Ended, Hints, Turn
+from kvstore.radix.pages import Slots
 from kvstore.store import NamespaceSettings, Space, Store
 from kvstore.store.check import check
 from kvstore.store.eviction import dram_victims
 from kvstore.store.session_ends import Line, SessionEnds
-from kvstore.store.uses import Use
+from kvstore.store.uses import Asked, Use
 from tests.store.test_store import OWNER, SPEC, Prefix, config, put, settings_named, tokens_of
 
 A, B = Hints("a"), Hints("b")
@@ -178,13 +179,27 @@ async def test_an_abandoned_session_leaves_what_others_use(store: Store, space: 
 
 async def test_uses_say_what_was_hit_and_hinted(store: Store, space: Space) -> None:
     seen: list[Use] = []
-    store.uses.observers.append(lambda _, use: seen.append(use))
+    told: list[tuple[int, int]] = []
+
+    class Watcher:
+        def used(self, space: Space, use: Use, asked: Asked | None) -> None:
+            seen.append(use)
+
+        def abandoned(self, space: Space, slots: Slots, first: int) -> None:
+            told.append((len(slots), first))
+
+    store.uses.observers.append(Watcher())
     await put(store, space, OLD[:4], b"v" * 16, hints=Hints("a", Turn.MAIN, Ended.TOOL_CALL, 60))
     come_back(store, space, OLD, A)
     await put(store, space, OLD[:6], b"v" * 16, first=4, hints=A)
     assert [(len(use.slots), use.hits) for use in seen] == [(4, 0), (4, 4), (6, 4)]
     assert seen[0].hints.ended is Ended.TOOL_CALL
     assert seen[0].now <= seen[1].now <= seen[2].now
+    assert come_back(store, space, (60, 61), B) == 0
+    assert len(seen[3].slots) == 0, "what finds nothing was asked for all the same"
+    store.prefixes.abandon(space, tokens_of(OLD[:6]), {}, 4)
+    store.prefixes.abandon_session(space, A)
+    assert told == [(6, 4), (6, 0)]
 
 
 def test_the_sessions_longest_silent_are_forgotten_first() -> None:
@@ -195,7 +210,7 @@ def test_the_sessions_longest_silent_are_forgotten_first() -> None:
     ends.put(one, b"y")
     ends.put(three, b"z")
     assert (len(ends), ends.get(two), ends.any_at(b"x")) == (2, None, False)
-    assert ends.take(one) == b"y"
+    ends.take(one)
     assert not ends.any_at(b"y")
 
 
