@@ -15,6 +15,8 @@ EXTENT_BYTES = 69_616
 """Of the SSD tier, unless it is set otherwise."""
 DRAM_SHARE = 0.85
 """What of the DRAM tier is in use when the mover has done its work: `low_watermark`."""
+_SLOT_ALIGN = 256
+_SLICE_BYTES, _DIGEST_BYTES = 1 << 20, 16
 _LONGEST = 1 << 40
 _RATE_UNITS = {"": 1e9, "gb/s": 1e9, "mb/s": 1e6, "tb/s": 1e12, "gib/s": 2.0**30, "gbit/s": 1e9 / 8, "mbit/s": 1e6 / 8, "tbit/s": 1e12 / 8}
 _COUNT_UNITS = {"": 1, "k": 1000, "m": 1_000_000, "ki": 1024, "mi": 1 << 20}
@@ -227,8 +229,8 @@ def plan(model: Model, demand: Demand, links: Sequence[Link] = (), prefill: Pref
     return Plan(
         bytes_per_token=model.full_bytes + model.window_bytes,
         hbm_bytes=demand.concurrent * mean * (2 if demand.double_buffer else 1),
-        dram_bytes=_pool(model, demand, busy) / DRAM_SHARE,
-        ssd_bytes=_pool(model, demand, max(demand.kept, busy)) * _extent_factor(model),
+        dram_bytes=_pool(model, demand, busy) * _rounding(model, _SLOT_ALIGN) / DRAM_SHARE,
+        ssd_bytes=_pool(model, demand, max(demand.kept, busy)) * _rounding(model, EXTENT_BYTES),
         contexts=tuple(_context(model, tokens, links, prefill, latency_s) for tokens in demand.contexts),
         links=tuple(LinkPlan(link.name, link.bytes_s, _break_even_tokens(model, link, prefill)) for link in links),
     )
@@ -241,10 +243,11 @@ def _pool(model: Model, demand: Demand, sessions: int) -> float:
     return shared + sessions * (mean - shared)
 
 
-def _extent_factor(model: Model) -> float:
-    """How much larger a page's bytes are in whole extents."""
+def _rounding(model: Model, unit: int) -> float:
+    """How much larger the bytes of a page, in one part with its digests, are in whole units."""
     page = model.full_bytes * model.page_tokens
-    return math.ceil(page / EXTENT_BYTES) * EXTENT_BYTES / page
+    stored = page + _DIGEST_BYTES * math.ceil(page / _SLICE_BYTES)
+    return math.ceil(stored / unit) * unit / page
 
 
 def _context(model: Model, tokens: int, links: Sequence[Link], prefill: Prefill | None, latency_s: float) -> ContextPlan:

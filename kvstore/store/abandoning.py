@@ -17,8 +17,8 @@ from kvstore.store.space import Space
 MIN_CUT_PAGES = 2
 MIN_CUT_SHARE = 0.1
 """A context that lost less than this share of the last one has only had its end rewritten."""
-_LOOK_PAGES = 16_384
-"""What has more pages below it is taken to be of use to somebody: looking on would hold up the loop."""
+_LOOK_PAGES = 1 << 17
+"""What has more pages below it is taken to be of use to somebody: looking on would hold up the loop for over ten milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,22 @@ def _end_of_use(space: Space, slots: Slots, first: int) -> int:
         for other in nodes.children_of(node):
             for at in nodes.subtree(other) if other != child else ():
                 looked += nodes.count[at]
-                if looked > _LOOK_PAGES or _any_end(space, range(nodes.start[at], nodes.start[at] + nodes.count[at])) >= 0:
+                if looked > _LOOK_PAGES or _last_end(space, nodes.start[at], nodes.count[at]) >= 0:
                     return min(depth + count, len(slots))
-        looked += count
+        skipped = max(first - depth, 0)
+        looked += count - skipped
         if looked > _LOOK_PAGES:
             return min(depth + count, len(slots))
-        found = _any_end(space, range(start + count - 1, start + max(first - depth, 0) - 1, -1))
+        found = _last_end(space, start + skipped, count - skipped)
         if found >= 0:
-            return min(depth + found - start + 1, len(slots))
+            return min(depth + skipped + found + 1, len(slots))
         child = node
     return 0
 
 
-def _any_end(space: Space, slots: range) -> int:
-    """The first of these slots that somebody was last at, or -1."""
-    return next((slot for slot in slots if space.ends.any_at(space.tree.pages.key_bytes(slot))), -1)
+def _last_end(space: Space, start: int, count: int) -> int:
+    """The last of the pages in consecutive slots that somebody was last at, counted from the first, or -1."""
+    return space.ends.last_of(space.tree.pages.key[start : start + count])
 
 
 def _cool(space: Space, slot: int, depth: int) -> int:

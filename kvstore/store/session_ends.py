@@ -3,7 +3,11 @@
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 DEFAULT_SESSIONS = 65_536
+_PREFIX_BYTES = 8
 
 
 class Line(NamedTuple):
@@ -19,7 +23,8 @@ class SessionEnds:
     def __init__(self, most: int = DEFAULT_SESSIONS) -> None:
         self._most = most
         self._keys: OrderedDict[Line, bytes] = OrderedDict()
-        self._at: Counter[bytes] = Counter()
+        self._at: Counter[int] = Counter()
+        """How many lines end at a page, by the first 8 bytes of its key: an index, which errs on the side of use."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -32,7 +37,7 @@ class SessionEnds:
         """A line was last at the page of this key."""
         self.take(line)
         self._keys[line] = key
-        self._at[key] += 1
+        self._at[_prefix(key)] += 1
         if len(self._keys) > self._most:
             self.take(next(iter(self._keys)))
 
@@ -40,10 +45,23 @@ class SessionEnds:
         """Forget a line."""
         key = self._keys.pop(line, None)
         if key is not None:
-            self._at[key] -= 1
-            if not self._at[key]:
-                del self._at[key]
+            at = _prefix(key)
+            self._at[at] -= 1
+            if not self._at[at]:
+                del self._at[at]
 
-    def any_at(self, key: bytes) -> bool:
-        """Whether a line was last at the page of this key."""
-        return key in self._at
+    def heard(self, line: Line) -> None:
+        """A line is where it was, and alive."""
+        if line in self._keys:
+            self._keys.move_to_end(line)
+
+    def last_of(self, keys: npt.NDArray[np.uint8]) -> int:
+        """The index of the last of these page keys (n, 32) that a line was last at, or -1. About 0.1 µs a key."""
+        prefixes: list[int] = np.ascontiguousarray(keys[:, :_PREFIX_BYTES]).view("<u8")[:, 0].tolist() if len(keys) else []
+        if self._at.keys().isdisjoint(prefixes):
+            return -1
+        return max(index for index, prefix in enumerate(prefixes) if prefix in self._at)
+
+
+def _prefix(key: bytes) -> int:
+    return int.from_bytes(key[:_PREFIX_BYTES], "little")

@@ -118,8 +118,10 @@ class Uses:
             self._stats.compactions += 1
             self._stats.abandoned_pages += abandon_line(space, line, common).pages
             front = False
-        if len(slots) and (sub_agent or not front):  # only the front of where it was: a put in several commits, or a turn taken back
+        if len(slots) and (sub_agent or not front):
             space.ends.put(line, space.tree.pages.key_bytes(int(slots[-1])))
+        else:  # a look at the front of where it was: a put in several commits, or a turn taken back
+            space.ends.heard(line)
 
     # --- time ----------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore.errors import BadRequest
@@ -203,15 +204,21 @@ async def test_uses_say_what_was_hit_and_hinted(store: Store, space: Space) -> N
 
 
 def test_the_sessions_longest_silent_are_forgotten_first() -> None:
+    x, y, z = (name * 32 for name in (b"x", b"y", b"z"))
+    keys = np.frombuffer(x + y + z, np.uint8).reshape(3, 32)
     ends = SessionEnds(most=2)
     one, two, three = (Line(number, sub_agent=False) for number in (1, 2, 3))
-    ends.put(one, b"x")
-    ends.put(two, b"x")
-    ends.put(one, b"y")
-    ends.put(three, b"z")
-    assert (len(ends), ends.get(two), ends.any_at(b"x")) == (2, None, False)
+    ends.put(two, x)
+    ends.put(one, x)
+    ends.put(two, y)
+    assert ends.last_of(keys) == 1
+    ends.heard(one)
+    ends.put(three, x)
+    assert (len(ends), ends.get(two), ends.last_of(keys)) == (2, None, 0)
     ends.take(one)
-    assert not ends.any_at(b"y")
+    assert ends.last_of(keys) == 0, "three is there still"
+    ends.take(three)
+    assert ends.last_of(keys) == ends.last_of(keys[:0]) == -1
 
 
 @pytest.mark.parametrize("bad", [{"session": "x" * 65}, {"session": "\u00e9" * 33}, {"ttl_s": -1}, {"ttl_s": float("nan")}])
