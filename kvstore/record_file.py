@@ -6,11 +6,13 @@ import os
 import secrets
 import time
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO
+
+import numpy as np
 
 from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key_chain
 from kvstore.errors import BadRequest
@@ -22,6 +24,8 @@ from kvstore.trace_record import Hints as LineHints
 _log = logging.getLogger("kvstore.record")
 
 _SECRET_BYTES = 32
+_CHUNK_PAGES = 256
+_CHUNK_BYTES = _CHUNK_PAGES * KEY_BYTES
 _SESSION_BYTES = 6
 _TRAILER_BYTES = 64
 """What a packed file may still grow by when it is closed."""
@@ -75,7 +79,7 @@ class Note:
         labels = (
             self.labels[at : at + width] + extras.get(self.skipped + at // width, NO_EXTRA) for at in range(0, len(self.labels), width)
         )
-        return self.keys + b"".join(page_key_chain(self.keys[-KEY_BYTES:] or self.origin.root, labels))
+        return self.keys + b"".join(_yielding(page_key_chain(self.keys[-KEY_BYTES:] or self.origin.root, labels)))
 
 
 class RecordFile:
@@ -137,7 +141,12 @@ class RecordFile:
         return self._put(self._line(note, number))
 
     def _line(self, note: Note, number: int) -> UseLine:
-        ids = encode_ids(page_ids(note.page_keys(), self._secret))
+        keys = note.page_keys()
+        chunks = []
+        for at in range(0, len(keys), _CHUNK_BYTES):
+            chunks.append(page_ids(keys[at : at + _CHUNK_BYTES], self._secret))
+            time.sleep(0)  # hashing small pieces keeps the interpreter to itself: let the loop have it
+        ids = encode_ids(np.concatenate(chunks or [np.empty(0, np.uint64)]))
         hints = self._hints(note.hints, number) if note.hints != NO_HINTS else None
         plain = UseLine(round(note.at, 6), number, ids, note.tokens, note.op, note.first, hints)
         if not note.token_ids:
@@ -176,6 +185,13 @@ class RecordFile:
     def _end(self, why: str) -> None:
         self._ended = True
         _log.error("recording has ended: %s", why)
+
+
+def _yielding(keys: Iterable[bytes]) -> Iterator[bytes]:
+    for number, key in enumerate(keys, 1):
+        yield key
+        if number % _CHUNK_PAGES == 0:
+            time.sleep(0)
 
 
 def aside(path: Path) -> Path:

@@ -56,11 +56,10 @@ class SessionEnds:
             self._keys.move_to_end(line)
 
     def last_of(self, keys: npt.NDArray[np.uint8]) -> int:
-        """The index of the last of these page keys (n, 32) that a line was last at, or -1. About 0.1 µs a key."""
-        prefixes: list[int] = np.ascontiguousarray(keys[:, :_PREFIX_BYTES]).view("<u8")[:, 0].tolist() if len(keys) else []
-        if self._at.keys().isdisjoint(prefixes):
-            return -1
-        return max(index for index, prefix in enumerate(prefixes) if prefix in self._at)
+        """The index of the last of these page keys (n, 32) that a line was last at, or -1. About 0.15 µs a key."""
+        prefixes = np.ascontiguousarray(keys[:, :_PREFIX_BYTES]).view("<u8").reshape(-1)
+        found = self._at.keys() & prefixes.tolist()
+        return int(np.flatnonzero(np.isin(prefixes, np.array(list(found), "<u8")))[-1]) if found else -1
 
 
 def _prefix(key: bytes) -> int:
