@@ -261,10 +261,12 @@ class Puts:
         except BaseException:
             self.abort(put)
             raise
-        used = [key for _, key in went_on] + ([put.key(put.first_page + len(exist) - 1)] if len(exist) else [])
-        for key in dict.fromkeys(used):
+        used = {key: (assembly.hints, 0) for assembly, key in went_on}
+        if len(exist):
+            used[put.key(put.first_page + len(exist) - 1)] = (put.request.hints, put.first_page + existed)
+        for key, (hints, hits) in used.items():
             if (slot := space.tree.pages.find_key(key)) >= 0:
-                self._uses.use(space, space.tree.path_to(slot), put.request.hints, hits=put.first_page + existed)
+                self._uses.use(space, space.tree.path_to(slot), hints, hits=hits)
         put.close(committed=True)
         self._open.pop(put.handle, None)
         total = put.total_pages - put.first_page
@@ -298,7 +300,7 @@ class Puts:
         else:
             expires = time.monotonic() + self._idle_s
             durable = put.request.ack is Ack.DURABLE
-            self.assemblies.deposit(space, put_id, pending, owner=put.owner, expires=expires, durable=durable)
+            self.assemblies.deposit(space, put_id, pending, owner=put.owner, expires=expires, durable=durable, hints=put.request.hints)
             went_on = self.assemblies.advance(space, put_id)
         if alone or went_on:
             self._wake_waiters()

@@ -22,6 +22,8 @@ _MARKS, _MARKS_AN_AGE = 8192, 256
 class Use:
     """One use of the pages in `slots`, from the root on. `hits` of them were there before; the rest was put just now.
 
+    Of a put that waited for others it is not known how much was there: its `hits` are 0.
+
     `now` is in seconds of the store's clock.
     """
 

@@ -9,12 +9,12 @@ import pytest
 from kvstore.errors import BadRequest
 from kvstore.hints import NO_HINTS, Ended, Hints, Turn
 from kvstore.radix.pages import Slots
-from kvstore.store import NamespaceSettings, Space, Store
+from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.check import check
 from kvstore.store.eviction import dram_victims
 from kvstore.store.session_ends import Line, SessionEnds
 from kvstore.store.uses import Asked, Use
-from tests.store.test_store import OWNER, SPEC, Prefix, config, put, settings_named, tokens_of
+from tests.store.test_store import OWNER, PARTS, SPEC, Prefix, config, put, settings_named, tokens_of
 
 A, B = Hints("a"), Hints("b")
 OLD: Prefix = tuple(range(20))
@@ -201,6 +201,16 @@ async def test_uses_say_what_was_hit_and_hinted(store: Store, space: Space) -> N
     store.prefixes.abandon(space, tokens_of(OLD[:6]), {}, 4)
     store.prefixes.abandon_session(space, A)
     assert told == [(6, 4), (6, 0)]
+
+
+async def test_who_waited_for_another_session_s_pages_keeps_its_own_hints(store: Store, space: Space) -> None:
+    front = await store.begin_put(OWNER, space, PutRequest(b"x" * 16, tokens_of(OLD[:2]), {}, 0, PARTS, Ack.MEMORY))
+    assert (await put(store, space, OLD[:4], b"x" * 16, first=2, hints=B)).pending_pages == 2
+    store.abort_put(front)
+    assert (await put(store, space, OLD[:2], b"y" * 16, hints=A)).new_pages == 2
+    assert store.match(space, tokens_of(OLD[:4]), {}).pages == 4
+    assert store.prefixes.abandon_session(space, A) == 0, "B is below"
+    assert store.prefixes.abandon_session(space, B) == 4
 
 
 def test_the_sessions_longest_silent_are_forgotten_first() -> None:
