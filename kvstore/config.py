@@ -64,6 +64,7 @@ class Config(BaseModel):
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
     extent: int = Field(DEFAULT_EXTENT_BYTES, ge=2032, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
     max_ghosts: int = Field(200_000, ge=0, le=200_000_000, description="most evicted pages of a namespace whose label and history are kept")
+    max_sessions: int = Field(65_536, ge=1, le=100_000_000, description="sessions of a namespace of which it is known where they were last")
     max_leased: Size = Field(0, ge=0, description="payload bytes that the leases of one client may hold; half of both tiers if 0")
     max_pinned: Size = Field(0, ge=0, description="payload bytes that the pins of one tenant may hold; half of both tiers if 0")
     reader_threads: int = Field(4, ge=1, le=64, description="threads that read from SSD")
@@ -74,6 +75,9 @@ class Config(BaseModel):
     tls_cert: Path | None = Field(None, description="certificate chain (PEM) for both planes; with it, TCP is TLS only")
     tls_key: Path | None = Field(None, description="its key (PEM), not encrypted")
     tls_client_ca: Path | None = Field(None, description="certificates (PEM) of who signs those of clients; with it, clients need one")
+    record: Path | None = Field(None, description="file to record requests to, packed if it ends in .gz; see docs/operations.md")
+    record_max_bytes: Size = Field(1 << 30, ge=1 << 12, description="bytes at which recording ends")
+    record_tokens: bool = Field(False, description="record the tokens of prompts too: who reads the file reads the prompts")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
     @model_validator(mode="after")
@@ -89,6 +93,8 @@ class Config(BaseModel):
             raise ValueError("give tokens either by tokens_file or by KVSTORE_TOKENS, not both")
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca is not None and self.tls_cert is None):
             raise ValueError("tls_cert and tls_key go together, and tls_client_ca with them")
+        if self.record is None and self.record_tokens:
+            raise ValueError("record_tokens goes with record")
         if not (self.loopback or self.guarded or self.insecure):
             raise ValueError(
                 f"host is {self.host}, which others can reach, and there are no tokens: give a tokens_file (docs/security.md), "
@@ -132,6 +138,7 @@ class Config(BaseModel):
             move_share=self.move_share,
             reader_threads=self.reader_threads,
             max_ghosts=self.max_ghosts,
+            max_sessions=self.max_sessions,
             lease_bytes=self.max_leased,
             pin_bytes=self.max_pinned,
             durable_wait_s=self.durable_wait,

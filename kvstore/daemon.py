@@ -21,6 +21,7 @@ from kvstore.api.http import ControlPlane
 from kvstore.config import Config
 from kvstore.errors import BadRequest, KVStoreError
 from kvstore.machine import read_memory, tight, too_much
+from kvstore.recorder import Recorder
 from kvstore.store import Store
 
 _log = logging.getLogger("kvstore")
@@ -56,7 +57,10 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
     try:
         await web.SockSite(runner, http_socket, ssl_context=tls).start()
         _log.info("control plane on %s://%s", "http" if tls is None else "https", http_endpoint)
-        async with Store(store_config) as store:
+        async with _recording(config) as recorder, Store(store_config) as store:
+            if recorder is not None:
+                recorder.stats = store.stats
+                store.uses.observers.append(recorder)
             data_plane = DataPlane(store, guard, tls=tls, max_connections=config.max_connections, client_timeout_s=config.client_timeout)
             listeners = _bind(config)
             endpoints += [endpoint for _, endpoint in listeners]
@@ -77,7 +81,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
     finally:
         await runner.cleanup()
     _log.info("stopped")
-    if store.stuck:
+    if store.stuck or (recorder is not None and recorder.stuck):
         logging.shutdown()
         os._exit(1)  # a thread waits for a disk that does not answer; a normal end would wait for it
 
@@ -92,6 +96,12 @@ async def _guard(config: Config) -> Guard:
         if not config.loopback:
             _log.warning("insecure: everybody who can reach %s may read and delete everything", config.host)
     return guard
+
+
+def _recording(config: Config) -> contextlib.AbstractAsyncContextManager[Recorder | None]:
+    if config.record is None:
+        return contextlib.nullcontext()
+    return Recorder(config.record, max_bytes=config.record_max_bytes, with_tokens=config.record_tokens)
 
 
 async def _certificate(config: Config) -> Certificate | None:

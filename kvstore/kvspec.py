@@ -123,6 +123,15 @@ class KVSpec:
         """Length of a page's label in uint32 words: its token ids, or the engine's digest."""
         return self.hash_bytes // 4 or self.page_tokens
 
+    def first_page(self, from_page: int = 0, from_token: int | None = None) -> int:
+        """The first page that a change from a page on, or from a token on, concerns: the one that the token is in."""
+        if from_token is not None and from_page:
+            raise BadRequest("say from where on either by a page or by a token")
+        first = from_page if from_token is None else from_token // self.page_tokens
+        if first < 0:
+            raise BadRequest(f"it starts at page 0, not at {first}")
+        return first
+
     def boundary_pages(self, component: int) -> int:
         """On how many pages right before a boundary a component is needed to go on from it; 0 for all pages."""
         c = self.components[component]

@@ -7,19 +7,22 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-BELOW = {f"kvstore.{name}" for name in ("columns", "hash_index", "digests", "errors", "kvspec", "lmdb_files", "lmdb_walk")}
+BELOW = {f"kvstore.{name}" for name in ("columns", "hash_index", "digests", "errors", "hints", "kvspec", "lmdb_files", "lmdb_walk")}
 
 ALLOWED = {
     "kvstore/columns.py": {"kvstore.errors"},
     "kvstore/hash_index.py": set(),
     "kvstore/kvspec.py": {"kvstore.errors"},
     "kvstore/digests.py": set(),
+    "kvstore/hints.py": {"kvstore.errors"},
+    "kvstore/sizing.py": {"kvstore.errors", "kvstore.kvspec"},
     "kvstore/lmdb_files.py": {"kvstore.errors", "kvstore.lmdb_walk"},
     "kvstore/lmdb_walk.py": set(),
     "kvstore/machine.py": set(),
+    "kvstore/trace_record.py": {"kvstore.digests"},
     "kvstore/radix": {"kvstore.radix", *BELOW},
     "kvstore/tiers": {"kvstore.tiers", *BELOW},
-    "kvstore/api/wire": {"kvstore.api.wire", "kvstore.digests", "kvstore.errors", "kvstore.kvspec"},
+    "kvstore/api/wire": {"kvstore.api.wire", "kvstore.digests", "kvstore.errors", "kvstore.hints", "kvstore.kvspec"},
     "clients/kvstore_client": {"kvstore.api.wire", "kvstore_client"},
     "clients/kvstore_workers": {"kvstore.api.wire", "kvstore_client", "kvstore_workers"},
 }

@@ -9,7 +9,9 @@ from kvstore.api.wire import (
     ConnectionLost,
     Corrupt,
     DeadlineExceeded,
+    Ended,
     Forbidden,
+    Hints,
     KVSpec,
     KVStoreError,
     MissingParent,
@@ -17,6 +19,7 @@ from kvstore.api.wire import (
     NotFound,
     PartRange,
     ProtocolError,
+    Turn,
     Unauthenticated,
     UnknownNamespace,
     Unsupported,
@@ -32,7 +35,7 @@ from kvstore_client.streams import Follower, PutStream
 
 __all__ = [
     "DEFAULT_ENDPOINT", "AsyncClient", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict", "ConnectionLost",
-    "Corrupt", "DeadlineExceeded", "Follower", "Forbidden", "KVSpec", "KVStoreError", "Match", "MissingParent", "Namespace",
-    "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "PutStream", "Session", "Unauthenticated",
+    "Corrupt", "DeadlineExceeded", "Ended", "Follower", "Forbidden", "Hints", "KVSpec", "KVStoreError", "Match", "MissingParent",
+    "Namespace", "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "PutStream", "Session", "Turn", "Unauthenticated",
     "UnknownNamespace", "Unsupported", "VersionMismatch", "extra_digest", "fingerprint_folder", "fingerprint_revision",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from kvstore.api.wire import KVSpec, PartRange
+from kvstore.api.wire import Hints, KVSpec, PartRange
 from kvstore_client.blocking_streams import Follower, PutStream, Session
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.namespace import Match as AsyncMatch
@@ -90,10 +90,12 @@ class Client:
         self.run(self._client.ping(timeout))
 
     def namespace(
-        self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400
-    ) -> "Namespace":
+        self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400,
+        ttl_s: int = 0,
+    ) -> "Namespace":  # fmt: skip
         """Open a namespace; with a fingerprint and a KV spec, create it if it is not there (see AsyncClient.namespace)."""
-        return Namespace(self, self.run(self._client.namespace(name, fingerprint, spec, recipes=recipes, retention_s=retention_s)))
+        opening = self._client.namespace(name, fingerprint, spec, recipes=recipes, retention_s=retention_s, ttl_s=ttl_s)
+        return Namespace(self, self.run(opening))
 
     def namespaces(self) -> list["Namespace"]:
         """All namespaces of this tenant."""
@@ -150,12 +152,13 @@ class Namespace:
 
     def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
-        extras: Extras | None = None, timeout: float | None = None,
+        extras: Extras | None = None, hints: Hints | None = None, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix in the store (see the asynchronous Namespace.match)."""
         found = self.inner.match(
-            tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base.inner if base else None, extras=extras, timeout=timeout
-        )
+            tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base.inner if base else None, extras=extras, hints=hints,
+            timeout=timeout,
+        )  # fmt: skip
         return Match(self._client, self._client.run(found))
 
     def fetch(
@@ -179,23 +182,23 @@ class Namespace:
     def put(
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
         spans: tuple[tuple[int, int], ...] | None = None, durable: bool = False, whole_s: float = 0.0,
-        base: Match | None = None, extras: Extras | None = None, put_id: bytes | None = None, progress: Progress | None = None,
-        timeout: float | None = None,
+        base: Match | None = None, extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None,
+        progress: Progress | None = None, timeout: float | None = None,
     ) -> PutResult:  # fmt: skip
         """Put pages (see the asynchronous Namespace.put)."""
         putting = self.inner.put(
             tokens, data, first_page=first_page, parts=parts, spans=spans, durable=durable, whole_s=whole_s, extras=extras,
-            base=base.inner if base else None, put_id=put_id, progress=progress, timeout=timeout,
+            base=base.inner if base else None, put_id=put_id, hints=hints, progress=progress, timeout=timeout,
         )  # fmt: skip
         return self._client.run(putting)
 
     def stream_put(
         self, tokens: Tokens, *, first_page: int = 0, part: PartRange | None = None, durable: bool = False, whole_s: float = 0.0,
-        extras: Extras | None = None, put_id: bytes | None = None,
+        extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None,
     ) -> PutStream:  # fmt: skip
         """A put whose layers are sent as they are computed (see the asynchronous Namespace.stream_put)."""
         inner = self.inner.stream_put(
-            tokens, first_page=first_page, part=part, durable=durable, whole_s=whole_s, extras=extras, put_id=put_id
+            tokens, first_page=first_page, part=part, durable=durable, whole_s=whole_s, extras=extras, put_id=put_id, hints=hints
         )
         return PutStream(self._client.run, inner)
 
@@ -203,9 +206,9 @@ class Namespace:
         """Read what a computation is putting while it does (see the asynchronous Namespace.follow)."""
         return Follower(self._client.run, self.inner.follow(put_id, wanted=wanted, timeout=timeout))
 
-    def session(self, *, lease_s: float = 60.0) -> Session:
+    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None) -> Session:
         """A conversation that grows: only new tokens travel (see the asynchronous Session)."""
-        return Session(self._client.run, self.inner.session(lease_s=lease_s))
+        return Session(self._client.run, self.inner.session(lease_s=lease_s, hints=hints))
 
     def prefetch(
         self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, timeout: float | None = None
@@ -221,10 +224,20 @@ class Namespace:
         """End a pin."""
         self._client.run(self.inner.unpin(pin, timeout))
 
-    def abandon(self, tokens: Tokens, *, from_page: int = 0, extras: Extras | None = None, timeout: float | None = None) -> int:
+    def abandon(
+        self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
+        timeout: float | None = None,
+    ) -> int:  # fmt: skip
         """Say that a context will not be used again (see the asynchronous Namespace.abandon)."""
-        return self._client.run(self.inner.abandon(tokens, from_page=from_page, extras=extras, timeout=timeout))
+        return self._client.run(self.inner.abandon(tokens, from_page=from_page, from_token=from_token, extras=extras, timeout=timeout))
 
-    def delete(self, tokens: Tokens, *, from_page: int = 0, extras: Extras | None = None, timeout: float | None = None) -> int:
-        """Delete a prefix from a page on (see the asynchronous Namespace.delete)."""
-        return self._client.run(self.inner.delete(tokens, from_page=from_page, extras=extras, timeout=timeout))
+    def abandon_session(self, session: str | bytes, timeout: float | None = None) -> int:
+        """Say that a session is over (see the asynchronous Namespace.abandon_session)."""
+        return self._client.run(self.inner.abandon_session(session, timeout))
+
+    def delete(
+        self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
+        timeout: float | None = None,
+    ) -> int:  # fmt: skip
+        """Delete a prefix from a page, or a token, on (see the asynchronous Namespace.delete)."""
+        return self._client.run(self.inner.delete(tokens, from_page=from_page, from_token=from_token, extras=extras, timeout=timeout))

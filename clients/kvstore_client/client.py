@@ -97,16 +97,20 @@ class AsyncClient:
         await self.call(FrameType.PING, Empty(), Empty, timeout=timeout)
 
     async def namespace(
-        self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400
-    ) -> "Namespace":
+        self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400,
+        ttl_s: int = 0,
+    ) -> "Namespace":  # fmt: skip
         """Open a namespace by name or id; with a fingerprint and a KV spec, create it if it is not there.
 
+        `retention_s` is how long durable pages are kept at least, `ttl_s` after how long without use pages are removed (0: never).
         Raises UnknownNamespace, or Conflict if the name stands for another model or spec.
         """
         if fingerprint is None or spec is None:
             info, _ = await self.call(FrameType.NAMESPACE_GET, NamespaceName(namespace=name), NamespaceInfo)
         else:
-            wanted = CreateNamespace(name=name, fingerprint=fingerprint, spec=spec.to_dict(), recipes=recipes, retention_s=retention_s)
+            wanted = CreateNamespace(
+                name=name, fingerprint=fingerprint, spec=spec.to_dict(), recipes=recipes, retention_s=retention_s, ttl_s=ttl_s
+            )
             info, _ = await self.call(FrameType.NAMESPACE_CREATE, wanted, NamespaceInfo)
         return Namespace(self, info)
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import DIGEST_BYTES, BadRequest, Busy, FrameType, KVSpec, PartRange
+from kvstore.api.wire import DIGEST_BYTES, BadRequest, Busy, FrameType, Hints, KVSpec, PartRange
 from kvstore.api.wire.messages import (
     Affected,
     Commit,
     Committed,
     Empty,
+    HintsMeta,
     Matched,
     MatchRequest,
     NamespaceInfo,
@@ -136,19 +137,19 @@ class Namespace:
 
     async def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
-        extras: Extras | None = None, timeout: float | None = None,
+        extras: Extras | None = None, hints: Hints | None = None, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
 
         It is leased for `lease_s` seconds (0: not at all, then it is only a look). `parts` brings what `fetch` needs;
         without, the answer is smaller. In a namespace of digests, `tokens` are those, one after the other. `extras` gives
         32-byte digests of extra keys by page. With a leased `base` the tokens (and the pages of `extras`) are those after it:
-        a long context need not travel again.
+        a long context need not travel again. `hints` say whose turn it is; they count with a lease only.
         """
         extra_pages, payload = with_extras(token_view(tokens), extras)
         message = MatchRequest(
             namespace=self.id, lease_ms=int(lease_s * 1000), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
-            base=base.lease if base is not None else 0,
+            base=base.lease if base is not None else 0, hints=hints_meta(hints),
         )  # fmt: skip
         found, ids = await self.client.call(FrameType.MATCH, message, Matched, payload, timeout)
         runs = [(r.first_page, r.pages, tuple(PartRange(*p) for p in r.parts)) for r in found.runs]
@@ -193,8 +194,8 @@ class Namespace:
     async def put(
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
         spans: tuple[tuple[int, int], ...] | None = None, durable: bool = False, whole_s: float = 0.0,
-        base: Match | None = None, extras: Extras | None = None, put_id: bytes | None = None, progress: Progress | None = None,
-        timeout: float | None = None,
+        base: Match | None = None, extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None,
+        progress: Progress | None = None, timeout: float | None = None,
     ) -> PutResult:  # fmt: skip
         """Put the pages of `tokens` (the whole prefix, whole pages) from `first_page` on.
 
@@ -205,12 +206,13 @@ class Namespace:
         Shards of one computation give the same `put_id` (16 bytes) and each its own parts; a page counts once all of them
         have put it. `whole_s`: how long to wait for the others. With a leased `base`, `tokens` (and the pages of `extras`)
         are those after it, while `first_page` and `spans` still count from the root; by default the put starts at the base.
+        `hints` say whose turn it was, and how it ended.
 
         Raises MissingParent if the pages before are not in the store, and NoSpace.
         """
         parts, raw = parts or (self.spec.whole(),), token_view(tokens)
         if self.spec.flat and len(raw) > self.spec.hash_bytes:
-            return await self._put_flat(raw, data, parts, durable, whole_s, put_id, timeout)
+            return await self._put_flat(raw, data, parts, durable, whole_s, put_id, hints, timeout)
         start = base.pages if base is not None else 0
         first_page = max(first_page, start)
         total = start + len(raw) // 4 // self.spec.label_words
@@ -230,6 +232,7 @@ class Namespace:
                 message = PutStart(
                     namespace=self.id, put_id=put_id, first_page=first, spans=its_spans, parts=part_list(ranges),
                     ack="durable" if durable else "memory", extra_pages=extra_pages, base=base.lease if base is not None else 0,
+                    hints=hints_meta(hints),
                 )  # fmt: skip
                 one = await self._put_once(message, payload, source, layout, whole_s, progress)
                 done = PutResult(
@@ -239,7 +242,7 @@ class Namespace:
 
     async def _put_flat(
         self, digests: memoryview, data: Any, parts: tuple[PartRange, ...], durable: bool, whole_s: float, put_id: bytes | None,
-        timeout: float | None,
+        hints: Hints | None, timeout: float | None,
     ) -> PutResult:  # fmt: skip
         """Pages that stand alone, one put each."""
         source, width = memoryview(data).cast("B"), self.spec.hash_bytes
@@ -249,7 +252,7 @@ class Namespace:
         puts = [
             self.put(
                 digests[page * width : (page + 1) * width], source[page * size : (page + 1) * size], parts=parts, durable=durable,
-                whole_s=whole_s, put_id=put_id, timeout=timeout,
+                whole_s=whole_s, put_id=put_id, hints=hints, timeout=timeout,
             )
             for page in range(pages)
         ]  # fmt: skip
@@ -292,19 +295,19 @@ class Namespace:
 
     def stream_put(
         self, tokens: Tokens, *, first_page: int = 0, part: PartRange | None = None, durable: bool = False, whole_s: float = 0.0,
-        extras: Extras | None = None, put_id: bytes | None = None,
+        extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None,
     ) -> PutStream:  # fmt: skip
         """A put whose layers are sent as they are computed: `async with namespace.stream_put(...) as put` (see PutStream)."""
-        part = part or self.spec.whole()
-        return PutStream(self, token_view(tokens), first_page, part, durable, whole_s, extras, put_id or secrets.token_bytes(DIGEST_BYTES))
+        part, put_id = part or self.spec.whole(), put_id or secrets.token_bytes(DIGEST_BYTES)
+        return PutStream(self, token_view(tokens), first_page, part, durable, whole_s, extras, put_id, hints_meta(hints))
 
     def follow(self, put_id: bytes, *, wanted: PartRange | None = None, timeout: float | None = None) -> Follower:
         """Read what a computation is putting while it does: `async with namespace.follow(put_id) as follower` (see Follower)."""
         return Follower(self, put_id, wanted or self.spec.whole(), timeout)
 
-    def session(self, *, lease_s: float = 60.0) -> Session:
+    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None) -> Session:
         """A conversation that grows, of which only new tokens travel: `async with namespace.session() as session` (see Session)."""
-        return Session(self, lease_s=lease_s)
+        return Session(self, lease_s=lease_s, hints=hints)
 
     # --- what is told about prefixes -----------------------------------------------------------------------------------
 
@@ -331,27 +334,44 @@ class Namespace:
         """End a pin. Raises NotFound if it is over."""
         await self.client.call(FrameType.UNPIN, Pinned(pin=pin, pages=0, namespace=self.id), Empty, timeout=timeout)
 
-    async def abandon(self, tokens: Tokens, *, from_page: int = 0, extras: Extras | None = None, timeout: float | None = None) -> int:
-        """Say that a context will not be used again from a page on: its own pages are the first to go, shared ones stay.
+    async def abandon(
+        self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
+        timeout: float | None = None,
+    ) -> int:  # fmt: skip
+        """Say that a context will not be used again from a page, or a token, on: its own pages are the first to go, shared ones stay.
 
         Returns the pages that it concerns.
         """
-        done, _ = await self._about(FrameType.ABANDON, tokens, extras, Affected, timeout, first_page=from_page)
+        first = self.spec.first_page(from_page, from_token)
+        done, _ = await self._about(FrameType.ABANDON, tokens, extras, Affected, timeout, first_page=first)
         return int(done.pages)
 
-    async def delete(self, tokens: Tokens, *, from_page: int = 0, extras: Extras | None = None, timeout: float | None = None) -> int:
-        """Delete a prefix from a page on, with everything below it, on every tier; durable when this returns.
+    async def abandon_session(self, session: str | bytes, timeout: float | None = None) -> int:
+        """Say that a session, as named in hints, is over: what it used last, and nobody else, is the first to go. Returns the pages."""
+        message = Prefix(namespace=self.id, session=Hints(session).session_id)
+        if not message.session:
+            raise BadRequest("the session has no id")
+        done, _ = await self.client.call(FrameType.ABANDON, message, Affected, timeout=timeout)
+        return int(done.pages)
+
+    async def delete(
+        self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
+        timeout: float | None = None,
+    ) -> int:  # fmt: skip
+        """Delete a prefix from a page, or a token, on, with everything below it, on every tier; durable when this returns.
 
         Returns the pages deleted. Raises Conflict if any of it is leased or pinned.
         """
-        done, _ = await self._about(FrameType.DELETE, tokens, extras, Affected, timeout, first_page=from_page)
+        first = self.spec.first_page(from_page, from_token)
+        done, _ = await self._about(FrameType.DELETE, tokens, extras, Affected, timeout, first_page=first)
         return int(done.pages)
 
     async def _about(
-        self, kind: FrameType, tokens: Tokens, extras: Extras | None, reply: type[Any], timeout: float | None, **fields: int
-    ) -> tuple[Any, bytes]:
+        self, kind: FrameType, tokens: Tokens, extras: Extras | None, reply: type[Any], timeout: float | None,
+        first_page: int = 0, last_page: int = -1, ttl_ms: int = 0,
+    ) -> tuple[Any, bytes]:  # fmt: skip
         extra_pages, payload = with_extras(token_view(tokens), extras)
-        message = Prefix(namespace=self.id, extra_pages=extra_pages, **fields)
+        message = Prefix(namespace=self.id, extra_pages=extra_pages, first_page=first_page, last_page=last_page, ttl_ms=ttl_ms)
         return await self.client.call(kind, message, reply, payload, timeout)
 
 
@@ -363,6 +383,13 @@ def writable(out: Any, size: int) -> memoryview:
             f"the buffer has {len(target)} bytes{' and is read-only' if target.readonly else ''}; {size} writable ones are needed"
         )
     return target
+
+
+def hints_meta(hints: Hints | None) -> HintsMeta | None:
+    """Hints as messages carry them."""
+    if hints is None:
+        return None
+    return HintsMeta(session=hints.session_id, turn=hints.turn or "", ended=hints.ended or "", ttl_ms=int(hints.ttl_s * 1000))
 
 
 def part_list(ranges: list[PartRange]) -> list[tuple[int, int, int, int, int]]:

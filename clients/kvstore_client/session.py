@@ -1,27 +1,33 @@
 """A conversation that grows: a cursor in the tree, so that only new tokens travel."""
 
+import secrets
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.api.wire import NotFound, PartRange
+from kvstore.api.wire import Ended, Hints, NotFound, PartRange
 from kvstore_client.tokens import Tokens, token_view
 from kvstore_client.transfer import Progress
 
 if TYPE_CHECKING:
     from kvstore_client.namespace import Match, Namespace, PutResult
 
+_ID_BYTES = 16
+
 
 class Session:
     """The cursor is a leased boundary; `tokens` are all tokens of the conversation so far. Use as an async context manager.
 
     The lease is renewed by every call. If it was lost (it expired, the connection broke, the daemon was restarted), the next
-    call finds the place again with all tokens.
+    call finds the place again with all tokens. `hints` go with every request; without an id in them the session makes one.
     """
 
-    def __init__(self, namespace: "Namespace", *, lease_s: float = 60.0) -> None:
+    def __init__(self, namespace: "Namespace", *, lease_s: float = 60.0, hints: Hints | None = None) -> None:
         self.namespace = namespace
+        hints = hints or Hints()
+        self.hints = hints if hints.session else replace(hints, session=secrets.token_bytes(_ID_BYTES))
         self.lease_s = lease_s
         self._tokens = bytearray()
         self._match: Match | None = None
@@ -64,11 +70,11 @@ class Session:
         found = None
         if old is not None and old.lease:
             try:
-                found = await self.namespace.match(self._after(old.pages), lease_s=self.lease_s, base=old)
+                found = await self.namespace.match(self._after(old.pages), lease_s=self.lease_s, base=old, hints=self.hints)
             except NotFound:
                 old = None  # the lease is over: find the place again
         if found is None:
-            found = await self.namespace.match(self._after(0), lease_s=self.lease_s)
+            found = await self.namespace.match(self._after(0), lease_s=self.lease_s, hints=self.hints)
         self._match = found
         if old is not None and old is not found:
             await old.release()
@@ -83,16 +89,19 @@ class Session:
         assert self._match is not None
         return await self.namespace.fetch(self._match, out, pages=pages, wanted=wanted, **options)
 
-    async def put(self, data: Any, *, durable: bool = False, progress: Progress | None = None, **options: Any) -> "PutResult":
-        """Put the whole pages after the cursor, and move it to their end. Only their tokens travel."""
+    async def put(
+        self, data: Any, *, durable: bool = False, ended: Ended | None = None, progress: Progress | None = None, **options: Any
+    ) -> "PutResult":
+        """Put the whole pages after the cursor, and move it to their end. Only their tokens travel. `ended` says how the turn did."""
+        options = {"durable": durable, "progress": progress, "hints": replace(self.hints, ended=ended), **options}
         page_bytes = self.namespace.spec.label_words * 4
         new = self._after(self.pages)
         new = new[: len(new) // page_bytes * page_bytes]
         try:
-            done = await self.namespace.put(new, data, base=self._match, durable=durable, progress=progress, **options)
+            done = await self.namespace.put(new, data, base=self._match, **options)
         except NotFound:
             whole = bytes(self._tokens[: len(self._tokens) // page_bytes * page_bytes])
-            done = await self.namespace.put(whole, data, first_page=self.pages, durable=durable, progress=progress, **options)
+            done = await self.namespace.put(whole, data, first_page=self.pages, **options)
         await self._seek()
         return done
 

@@ -19,7 +19,7 @@ from kvstore.api.wire import (
     PartRange,
     pack_provisional,
 )
-from kvstore.api.wire.messages import Commit, Committed, Empty, Follow, FollowedPut, FollowedPuts, Outcome, PutReady, PutStart
+from kvstore.api.wire.messages import Commit, Committed, Empty, Follow, FollowedPut, FollowedPuts, HintsMeta, Outcome, PutReady, PutStart
 from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.tokens import Extras, with_extras
@@ -40,7 +40,7 @@ class PutStream:
 
     def __init__(
         self, namespace: "Namespace", tokens: memoryview, first_page: int, part: PartRange, durable: bool, whole_s: float,
-        extras: Extras | None, put_id: bytes,
+        extras: Extras | None, put_id: bytes, hints: HintsMeta | None = None,
     ) -> None:  # fmt: skip
         namespace.spec.check_range(part)
         self.put_id = put_id
@@ -52,7 +52,7 @@ class PutStream:
         extra_pages, self._payload = with_extras(tokens, extras)
         self._message = PutStart(
             namespace=namespace.id, put_id=put_id, first_page=first_page, extra_pages=extra_pages, ack="durable" if durable else "memory",
-            parts=[(part.component, part.layer_lo, part.layer_hi, part.head_lo, part.head_hi)],
+            parts=[(part.component, part.layer_lo, part.layer_hi, part.head_lo, part.head_hi)], hints=hints,
         )  # fmt: skip
         self._ready: PutReady | None = None
         self._ended = False

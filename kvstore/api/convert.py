@@ -3,9 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire.messages import NamespaceInfo, PartRangeList, PartRunMeta
+from kvstore.api.wire.messages import HintsMeta, NamespaceInfo, PartRangeList, PartRunMeta
 from kvstore.digests import KEY_BYTES
 from kvstore.errors import BadRequest
+from kvstore.hints import NO_HINTS, Ended, Hints, Turn
 from kvstore.kvspec import PartRange
 from kvstore.radix.tree import Extras
 from kvstore.store import PartTable, Space
@@ -17,6 +18,7 @@ def namespace_info(space: Space) -> NamespaceInfo:
     return NamespaceInfo(
         id=space.id, name=settings.name, fingerprint=settings.fingerprint, spec=space.spec.to_dict(), recipes=settings.recipes,
         retention_s=settings.retention_s, pages=space.tree.page_count, blobs=space.blobs.count, dram_bytes=space.resident_bytes,
+        ttl_s=settings.ttl_s,
     )  # fmt: skip
 
 
@@ -31,6 +33,17 @@ def split_tokens(payload: bytes, extra_pages: list[int]) -> tuple[bytes, Extras]
     if min(extra_pages) < 0 or len(set(extra_pages)) != len(extra_pages):
         raise BadRequest("extra_pages are distinct page indices from 0 on")
     return payload[:start], {page: payload[start + i * KEY_BYTES : start + (i + 1) * KEY_BYTES] for i, page in enumerate(extra_pages)}
+
+
+def hints_of(meta: HintsMeta | None) -> Hints:
+    """Hints as the store takes them. Raises BadRequest."""
+    if meta is None:
+        return NO_HINTS
+    try:
+        turn, ended = Turn(meta.turn) if meta.turn else None, Ended(meta.ended) if meta.ended else None
+    except ValueError as error:
+        raise BadRequest(f"a hint is wrong: {error}") from None
+    return Hints(meta.session, turn, ended, meta.ttl_ms / 1000)
 
 
 def boundary_runs(boundaries: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

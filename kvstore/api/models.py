@@ -6,13 +6,16 @@ Requests are strict: no unknown fields, no text where a number belongs. Sizes ar
 
 import base64
 import binascii
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, RootModel, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, RootModel, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvstore.errors import BadRequest
+from kvstore.hints import MAX_SESSION_BYTES
 from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
+from kvstore.store.leases import MAX_PIN_S
 from kvstore.store.recovery import LoadProgress
 from kvstore.store.scrub import ScrubProgress
 from kvstore.store.ssd_state import SsdState
@@ -38,6 +41,7 @@ def _whole(value: object) -> object:
 
 
 _WHOLE = BeforeValidator(_whole)
+PinId = Annotated[str, Field(pattern=r"^[0-9]{1,19}$", description="a number of 63 bits, as text, as JSON's numbers lose some")]
 BlobId = Annotated[str, Field(pattern=BLOB_PATTERN)]
 
 
@@ -95,6 +99,7 @@ class NamespaceBody(RequestModel):
     spec: SpecBody
     recipes: Annotated[bool, Field(description="allow token ids on disk")] = False
     retention_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="durable pages are kept at least so long"), _WHOLE] = 86_400
+    ttl_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="pages that nobody used for so long are removed; 0 for never"), _WHOLE] = 0
 
 
 class Namespace(ReplyModel):
@@ -109,6 +114,7 @@ class Namespace(ReplyModel):
     pages: int
     blobs: int
     dram_bytes: int
+    ttl_s: Annotated[int, Field(description="0 for none")] = 0
     tenant: Annotated[str | None, Field(description="to those who see several tenants'")] = None
 
 
@@ -146,10 +152,15 @@ class MatchByBytes(RequestModel):
 
     def token_bytes(self) -> bytes:
         """The tokens as the tree takes them. Raises BadRequest."""
-        try:
-            return base64.b64decode(self.tokens_base64, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise BadRequest(f"tokens_base64 is not base64: {error}") from error
+        return from_base64(self.tokens_base64)
+
+
+def from_base64(text: str) -> bytes:
+    """Tokens from base64. Raises BadRequest."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRequest(f"tokens_base64 is not base64: {error}") from error
 
 
 def _which(body: object) -> str | None:
@@ -189,6 +200,97 @@ class Match(ReplyModel):
     endpoints: list[str]
     runs: list[PartRun] | None = None
     blobs: Annotated[list[BlobId] | None, Field(description="a blob id for each part of each page, in order")] = None
+
+
+# --- what is told about prefixes -------------------------------------------------------------------------------------------
+
+
+def _exactly_one(*names: str) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"oneOf": [{"required": [name]} for name in names]})
+
+
+_PREFIX = ("tokens", "tokens_base64")
+_LARGEST = (1 << 53) - 1
+FromToken = Annotated[int, Field(ge=0, le=_LARGEST, description="from the page on that this token is in"), _WHOLE]
+
+
+class PrefixBody(RequestModel):
+    """A prefix: either its tokens, or those as uint32, little-endian, in base64 (where pages are labelled with digests, the digests)."""
+
+    model_config = _exactly_one(*_PREFIX)
+    one_of: ClassVar[tuple[str, ...]] = _PREFIX
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], _WHOLE] = []
+    tokens_base64: Annotated[str, Field(pattern=_BASE64_PATTERN, json_schema_extra={"contentEncoding": "base64"})] = ""
+
+    @model_validator(mode="after")
+    def _given_once(self) -> Self:
+        if len(self.model_fields_set.intersection(self.one_of)) != 1:
+            raise PydanticCustomError("prefix", "give one of {names}", {"names": ", ".join(self.one_of)})
+        return self
+
+    def token_bytes(self) -> bytes:
+        """The tokens as the tree takes them. Raises BadRequest."""
+        if "tokens" in self.model_fields_set:
+            return np.array(self.tokens, "<u4").tobytes()
+        return from_base64(self.tokens_base64)
+
+
+class PrefetchBody(PrefixBody):
+    """Body of POST /v1/namespaces/{namespace}/prefetch."""
+
+    first_page: Annotated[int, Field(ge=0, le=_LARGEST), _WHOLE] = 0
+    last_page: Annotated[int, Field(ge=-1, le=_LARGEST, description="the page after the last one; -1 for all there are"), _WHOLE] = -1
+
+
+class PinBody(PrefixBody):
+    """Body of POST /v1/namespaces/{namespace}/pin."""
+
+    ttl_s: Annotated[float, Field(gt=0, le=MAX_PIN_S, description="when it ends, counted from now")]
+
+
+class DeleteBody(PrefixBody):
+    """Body of POST /v1/namespaces/{namespace}/delete."""
+
+    from_token: FromToken = 0
+
+
+class AbandonBody(PrefixBody):
+    """Body of POST /v1/namespaces/{namespace}/abandon: a prefix, or a session as it is named in hints."""
+
+    model_config = _exactly_one(*_PREFIX, "session")
+    one_of: ClassVar[tuple[str, ...]] = (*_PREFIX, "session")
+
+    session: Annotated[str, Field(min_length=1, max_length=MAX_SESSION_BYTES, description="at most 64 bytes of UTF-8")] = ""
+    from_token: FromToken = 0
+
+
+class UnpinBody(RequestModel):
+    """Body of POST /v1/namespaces/{namespace}/unpin."""
+
+    pin: PinId
+
+
+class Prefetched(ReplyModel):
+    """What was brought up into DRAM; less than asked for where there was no room."""
+
+    pages: Annotated[int, Field(description="pages asked about")]
+    blobs: int
+    nbytes: int
+
+
+class Pinned(ReplyModel):
+    """A pin. A restart of the daemon ends it, too."""
+
+    pin: PinId
+    pages: int
+    ttl_s: float
+
+
+class Affected(ReplyModel):
+    """How many pages it concerned."""
+
+    pages: int
 
 
 # --- health ----------------------------------------------------------------------------------------------------------------

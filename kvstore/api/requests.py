@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvstore.api.auth import Access
-from kvstore.api.convert import boundary_runs, namespace_info, part_list, part_ranges, part_runs, split_tokens
+from kvstore.api.convert import boundary_runs, hints_of, namespace_info, part_list, part_ranges, part_runs, split_tokens
 from kvstore.api.sessions import Session
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import (
@@ -34,6 +34,7 @@ from kvstore.api.wire.messages import (
     PutStart,
 )
 from kvstore.errors import BadRequest
+from kvstore.hints import Hints
 from kvstore.kvspec import KVSpec
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
 
@@ -82,7 +83,7 @@ def _match(context: Context, message: MatchRequest, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
     match = store.match(
         space, tokens, extras, owner=context.session.owner, lease_s=message.lease_ms / 1000, parts=message.parts,
-        boundaries=message.boundaries, base=message.base,
+        boundaries=message.boundaries, base=message.base, hints=hints_of(message.hints),
     )  # fmt: skip
     return Reply(
         FrameType.MATCHED,
@@ -114,7 +115,7 @@ def _abort(context: Context, message: PutHandle, payload: bytes) -> Reply:
 async def _create_namespace(context: Context, message: CreateNamespace, payload: bytes) -> Reply:
     settings = NamespaceSettings(
         tenant=context.session.tenant, name=message.name, fingerprint=message.fingerprint,
-        spec=KVSpec.from_dict(message.spec), recipes=message.recipes, retention_s=message.retention_s,
+        spec=KVSpec.from_dict(message.spec), recipes=message.recipes, retention_s=message.retention_s, ttl_s=message.ttl_s,
     )  # fmt: skip
     return Reply(FrameType.NAMESPACE, namespace_info(await context.store.create_namespace(settings)))
 
@@ -130,7 +131,9 @@ async def _put(context: Context, message: PutStart, payload: bytes) -> Reply:
         ack = Ack(message.ack)
     except ValueError:
         raise BadRequest(f"ack is {message.ack!r}, not memory or durable") from None
-    request = PutRequest(message.put_id, tokens, extras, message.first_page, part_ranges(message.parts), ack, tuple(message.spans))
+    request = PutRequest(
+        message.put_id, tokens, extras, message.first_page, part_ranges(message.parts), ack, tuple(message.spans), hints_of(message.hints)
+    )
     put = await context.store.begin_put(context.session.owner, _space(context, message.namespace), request, message.base)
     ready = PutReady(handle=put.handle, first_needed=put.first_needed, total_pages=put.total_pages, wanted=put.wanted_runs())
     return Reply(FrameType.PUT_READY, ready)
@@ -169,11 +172,15 @@ def _unpin(context: Context, message: Pinned, payload: bytes) -> Reply:
 
 
 def _abandon(context: Context, message: Prefix, payload: bytes) -> Reply:
+    space, prefixes = _space(context, message.namespace), context.store.prefixes
     tokens, extras = split_tokens(payload, message.extra_pages)
-    return Reply(
-        FrameType.AFFECTED,
-        Affected(pages=context.store.prefixes.abandon(_space(context, message.namespace), tokens, extras, message.first_page)),
-    )
+    if message.session and tokens:
+        raise BadRequest("abandon either a session or a prefix")
+    if message.session:
+        pages = prefixes.abandon_session(space, Hints(message.session))
+    else:
+        pages = prefixes.abandon(space, tokens, extras, message.first_page)
+    return Reply(FrameType.AFFECTED, Affected(pages=pages))
 
 
 async def _delete(context: Context, message: Prefix, payload: bytes) -> Reply:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import check, data, doctor, namespaces, serve, watch
+from kvstore.cli import check, data, doctor, namespaces, plan, prefixes, serve, watch
 from kvstore.cli.common import credentials, print_error
 from kvstore.errors import KVStoreError
 
@@ -24,9 +24,12 @@ app.command()(watch.top)
 app.add_typer(namespaces.app, name="ns")
 app.command()(check.check)
 app.command()(doctor.doctor)
+app.command()(plan.plan)
 app.command()(data.put)
 app.command()(data.get)
 app.command()(data.match)
+for command in (prefixes.prefetch, prefixes.pin, prefixes.unpin, prefixes.abandon, prefixes.delete):
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:

@@ -34,7 +34,15 @@ EndpointOption = Annotated[
     typer.Option("--endpoint", "-e", envvar="KVSTORE_ENDPOINT", help="The data plane: HOST:PORT, tls://HOST:PORT or unix:PATH."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-TokensOption = Annotated[str, typer.Option("--tokens", "-t", help="Token ids: 1,2,3 or @FILE (.npy, or raw uint32 little-endian).")]
+NamespaceArgument = Annotated[str, typer.Argument(help="Namespace, by name or id.")]
+TokensOption = Annotated[
+    str,
+    typer.Option(
+        "--tokens",
+        "-t",
+        help="Token ids: 1,2,3 or @FILE (.npy, .txt with numbers, or raw uint32 little-endian), or - for numbers on standard input.",
+    ),
+]
 
 
 @dataclass(slots=True)
@@ -123,8 +131,12 @@ def table_console() -> Console:
 def parse_tokens(text: str) -> npt.NDArray[np.uint32]:
     """Tokens as given on the command line. Raises BadRequest."""
     try:
+        if text == "-":
+            return _numbers(sys.stdin.read())
         if text.startswith("@"):
             path = Path(text[1:])
+            if path.suffix == ".txt":
+                return _numbers(path.read_text())
             if path.suffix == ".npy":
                 loaded = np.load(path, allow_pickle=False)
                 if loaded.ndim != 1 or loaded.dtype.kind not in "iu":
@@ -134,9 +146,17 @@ def parse_tokens(text: str) -> npt.NDArray[np.uint32]:
             if len(raw) % 4:
                 raise ValueError(f"{len(raw)} bytes are not a whole number of uint32")
             return np.frombuffer(raw, "<u4").astype(np.uint32)
-        return np.array([int(part) for part in text.split(",")], np.uint32)
+        return _numbers(text)
     except (OSError, ValueError, OverflowError) as error:
         raise BadRequest(f"can't read tokens from {text[:60]!r}: {error}") from error
+
+
+def _numbers(text: str) -> npt.NDArray[np.uint32]:
+    """Token ids between commas or white space."""
+    parts = text.replace(",", " ").split()
+    if not parts:
+        raise ValueError("there are none")
+    return np.array([int(part) for part in parts], np.uint32)
 
 
 def size_text(count: float) -> str:

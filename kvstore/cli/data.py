@@ -12,6 +12,7 @@ from kvstore.cli.common import (
     DEFAULT_DATA,
     EndpointOption,
     JsonOption,
+    NamespaceArgument,
     TokensOption,
     connect,
     exits_with,
@@ -20,8 +21,6 @@ from kvstore.cli.common import (
     size_text,
 )  # fmt: skip
 from kvstore.errors import BadRequest, NotFound
-
-NamespaceArgument = Annotated[str, typer.Argument(help="Namespace, by name or id.")]
 
 
 def put(

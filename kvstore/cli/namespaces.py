@@ -46,6 +46,7 @@ def create(
     page_tokens: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
     recipes: Annotated[bool, typer.Option("--recipes", help="Allow token ids on disk, so that pages can be rebuilt.")] = False,
     retention: Annotated[int, typer.Option(help="Seconds that durable pages are kept at least.")] = 86_400,
+    ttl: Annotated[int, typer.Option(help="Seconds without use after which pages are removed; 0 for never.")] = 0,
     http: HttpOption = DEFAULT_HTTP,
     as_json: JsonOption = False,
 ) -> None:
@@ -57,6 +58,7 @@ def create(
         "spec": spec.to_dict(),
         "recipes": recipes,
         "retention_s": retention,
+        "ttl_s": ttl,
     }
     made = http_json(http, "/v1/namespaces", method="POST", body=body)
     if as_json:

@@ -24,6 +24,10 @@ def serve(
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM) for both planes.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
     tls_client_ca: Annotated[Path | None, typer.Option(help="Who signs the certificates that clients then need (PEM).")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Record requests to this file, for `kvstore simulate`; packed if it ends in .gz.")
+    ] = None,
+    record_tokens: Annotated[bool | None, typer.Option("--record-tokens", help="Record the tokens of prompts too.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [default: info].")] = None,
 ) -> None:
     """Run the daemon until SIGTERM or Ctrl-C.
@@ -44,6 +48,8 @@ def serve(
         "tls_cert": tls_cert,
         "tls_key": tls_key,
         "tls_client_ca": tls_client_ca,
+        "record": record,
+        "record_tokens": record_tokens,
         "log_level": log_level,
     }
     settings = load_config(flags, config)

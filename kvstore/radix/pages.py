@@ -15,6 +15,10 @@ Slots = npt.NDArray[np.int32]
 
 DURABLE = 1
 GHOST = 4
+ANONYMOUS = 8
+"""Page flag: somebody who named no session has used it."""
+BRANCHED = 16
+"""Page flag: a sub-agent has used it."""
 RECENCY_DEPTH_BITS = 24
 MAX_DEPTH = (1 << RECENCY_DEPTH_BITS) - 1
 

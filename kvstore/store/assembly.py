@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvstore.digests import KEY_BYTES
 from kvstore.errors import KVStoreError
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import PartRange
 from kvstore.radix.components import Masks
 from kvstore.radix.pages import Slots
@@ -36,6 +37,8 @@ class Assembly:
     owners: set[int]
     durable: bool
     pending: list[Pending]
+    hints: Hints = NO_HINTS
+    """Those of the shard that came last with any."""
 
 
 class Assemblies:
@@ -78,7 +81,9 @@ class Assemblies:
                         found[low - first : high - first, part] = here >= 0
         return found
 
-    def deposit(self, space: Space, put_id: bytes, pending: Pending, *, owner: int, expires: float, durable: bool) -> None:
+    def deposit(
+        self, space: Space, put_id: bytes, pending: Pending, *, owner: int, expires: float, durable: bool, hints: Hints = NO_HINTS
+    ) -> None:
         """Take in what a shard brought. Every row of it is pinned once, which is ours to undo from here on."""
         assembly = self._by_id.get((space.number, put_id))
         if assembly is None:
@@ -86,6 +91,7 @@ class Assemblies:
         assembly.expires = max(assembly.expires, expires)
         assembly.owners.add(owner)
         assembly.durable |= durable
+        assembly.hints = assembly.hints if hints == NO_HINTS else hints
         for other in list(assembly.pending):
             if not other.meets(pending):  # asked anew after each join: what goes on from here may be two branches
                 continue

@@ -54,7 +54,7 @@ class Leases:
 
     def grant(self, owner: int, space: Space, paths: list[Path], now: float, ttl_s: float) -> Lease:
         """Lease paths for `ttl_s` seconds. Raises Busy if the owner holds too much already."""
-        self._check_time(ttl_s)
+        self.check_time(ttl_s)
         pages = sum(path.pages for path in paths)
         held, wanted = self._bytes.get(owner, 0), pages * space.spec.page_bytes
         if held + wanted > self._max_bytes:
@@ -79,12 +79,13 @@ class Leases:
 
     def renew(self, owner: int, lease_id: int, now: float, ttl_s: float) -> Lease:
         """Let a lease end `ttl_s` seconds from now."""
-        self._check_time(ttl_s)
+        self.check_time(ttl_s)
         lease = self.get(owner, lease_id)
         lease.expires = now + ttl_s
         return lease
 
-    def _check_time(self, ttl_s: float) -> None:
+    def check_time(self, ttl_s: float) -> None:
+        """Raise BadRequest unless a lease may last so long."""
         if not 0 < ttl_s <= self._max_s:
             raise BadRequest(f"it lasts more than 0 and up to {self._max_s:.0f} s, not {ttl_s}")
 

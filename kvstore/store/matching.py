@@ -7,11 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import BadRequest, NotFound
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
 from kvstore.store.leases import Lease, Leases
 from kvstore.store.part_table import PartTable, part_table
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
+from kvstore.store.uses import Asked, Uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +34,24 @@ class Match:
 
 
 class Matching:
-    """Matches, and the order in which prefixes were used."""
+    """Matches, and leases what they find."""
 
-    def __init__(self, leases: Leases, stats: Stats) -> None:
+    def __init__(self, leases: Leases, stats: Stats, uses: Uses) -> None:
         self._leases = leases
         self._stats = stats
-        self._tick = 0
+        self._uses = uses
 
     def match(
         self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
-        boundaries: bool = False, base: int = 0,
+        boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens`. Without a lease it changes nothing and is no use of the pages.
 
-        With a `base`, a lease of this owner, the tokens are those after it.
+        With a `base`, a lease of this owner, the tokens are those after it. `hints` count with a lease only.
         """
         tokens = as_token_bytes(tokens)
         if space.spec.flat:
-            return self._match_flat(space, tokens, extras, owner, lease_s, parts)
+            return self._match_flat(space, tokens, extras, owner, lease_s, parts, hints)
         start = self.base_path(owner, space, base)
         tree, page_tokens = space.tree, space.spec.page_tokens
         known = tree.match(tokens, extras, start)
@@ -65,14 +67,16 @@ class Matching:
         self._stats.asked_tokens += len(tokens) // 4
         self._stats.matched_tokens += max(path.pages - start.pages, 0) * page_tokens
         lease = None
-        if lease_s and path.pages:
-            path = tree.open_path(path, tokens, extras, start.pages)
-            lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s)
-            self.use(space, path)
+        if lease_s:
+            asked = _asked(space, tokens, extras, known, start.pages)
+            if path.pages:
+                path = tree.open_path(path, tokens, extras, start.pages)
+                lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s)
+            self._uses.use(space, path, hints, asked=asked)
         table, in_dram = part_table(space, tree.path_slots(path)) if parts else (None, -1)
         return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
 
-    def _match_flat(self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, parts: bool) -> Match:
+    def _match_flat(self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, parts: bool, hints: Hints) -> Match:
         """The longest front of a list of pages, each of which stands alone. The list begins where the prompt does."""
         tree, width = space.tree, space.tree.pages.token_bytes
         paths: list[Path] = []
@@ -87,9 +91,7 @@ class Matching:
         self._stats.matches += 1
         lease = self._leases.grant(owner, space, paths[:count], time.monotonic(), lease_s) if lease_s and count else None
         if lease is not None:
-            for slot in slots[:count]:
-                self._tick += 1
-                tree.touch(np.array([slot], np.int32), self._tick)
+            self._uses.use_alone(space, slots[:count], hints)
         table, in_dram = part_table(space, slots[:count]) if parts else (None, -1)
         usable = np.flatnonzero(space.tree.rules.usable(tree.pages.components[slots]))
         return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable)
@@ -103,10 +105,11 @@ class Matching:
             raise NotFound(f"lease {base} does not exist in this namespace")
         return space.tree.path_to(space.tree.pages.find_key(lease.boundaries[0]))
 
-    def use(self, space: Space, path: Path) -> None:
-        """A path, which ends at a usable boundary, was used."""
-        self._tick += 1
-        space.tree.touch(space.tree.path_slots(path), self._tick)
+
+def _asked(space: Space, tokens: bytes, extras: Extras, known: Path, base: int) -> Asked:
+    pages = base + len(tokens) // space.tree.pages.token_bytes
+    rest = 0 if space.spec.hash_bytes else len(tokens) % space.tree.pages.token_bytes // 4
+    return Asked(pages * space.spec.page_tokens + rest, pages, space.tree.path_slots(known), base, tokens, extras)
 
 
 def usable_path(space: Space, tokens: bytes, extras: Extras) -> Path:

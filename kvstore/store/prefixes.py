@@ -2,16 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from kvstore.errors import BadRequest, Busy, Conflict, NotFound
+from kvstore.hints import Hints
+from kvstore.radix.pages import ANONYMOUS
 from kvstore.radix.tree import Extras, Path
+from kvstore.store.abandoning import abandon_line
 from kvstore.store.leases import Lease, Leases
 from kvstore.store.matching import known_path, usable_path
 from kvstore.store.residency import Residency
+from kvstore.store.session_ends import Line
 from kvstore.store.space import Space
+from kvstore.store.uses import Uses
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT
 
@@ -19,14 +23,14 @@ _AT_ONCE = 4
 
 
 class Prefixes:
-    """See the module's text. `use` records that a path was used."""
+    """See the module's text."""
 
-    def __init__(self, residency: Residency, writeback: Writeback, pins: Leases, use: Callable[[Space, Path], None]) -> None:
+    def __init__(self, residency: Residency, writeback: Writeback, pins: Leases, uses: Uses) -> None:
         self._residency = residency
         self._writeback = writeback
         self._pins = pins
         self._owners: dict[str, int] = {}
-        self._use = use
+        self._uses = uses
 
     def _owner(self, space: Space) -> int:
         """Pins belong to their tenant, not to a client: an owner among leases that never dies, with a bound of its own."""
@@ -39,7 +43,7 @@ class Prefixes:
         """
         path = usable_path(space, tokens, extras)
         last = path.pages if last < 0 else min(last, path.pages)
-        self._use(space, path)
+        self._uses.use(space, path)
         todo = [row for row in rows_to_load(space, path, first, last) if space.blobs.slot[row] == NO_SLOT]
         done = nbytes = 0
         for row in todo:
@@ -62,10 +66,11 @@ class Prefixes:
 
     def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float) -> Lease:
         """Keep the longest usable prefix from being evicted for `ttl_s` seconds, whoever dies."""
+        self._pins.check_time(ttl_s)
         path = usable_path(space, tokens, extras)
         if not path.pages:
             raise NotFound("nothing of this prefix is in the store: there is nothing to pin")
-        self._use(space, path)
+        self._uses.use(space, path)
         return self._pins.grant(self._owner(space), space, [path], time.monotonic(), ttl_s)
 
     def unpin(self, space: Space, pin: int) -> None:
@@ -75,8 +80,7 @@ class Prefixes:
             raise NotFound(f"lease {pin} does not exist: it was released, or it expired")
         self._pins.release(lease)
 
-    @staticmethod
-    def abandon(space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
+    def abandon(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
         """Make the end of a prefix, from a page on, the first to go; but not what other contexts go on from. Returns the pages."""
         tree, path = space.tree, known_path(space, tokens, extras)
         first = path.pages
@@ -89,9 +93,22 @@ class Prefixes:
                 break
             first = tree.nodes.depth[node]
         first = max(first, from_page)
-        slots = tree.path_slots(path)[first:]
-        tree.cool(slots, first)
-        return len(slots)
+        slots = tree.path_slots(path)
+        tree.cool(slots[first:], first)
+        self._uses.abandoned(space, slots, first)
+        return len(slots[first:])
+
+    def abandon_session(self, space: Space, hints: Hints) -> int:
+        """The session is over: what it used last, and nobody else, is the first to go. Returns the pages."""
+        if not hints.session_hash:
+            raise BadRequest("the session has no id")
+        pages = 0
+        for sub_agent in (True, False):
+            done = abandon_line(space, Line(hints.session_hash, sub_agent), respecting=ANONYMOUS)
+            if done.pages:
+                self._uses.abandoned(space, done.slots, done.first)
+            pages += done.pages
+        return pages
 
     async def delete(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
         """Delete the page `from_page` of a prefix and all below it, on every tier. Returns the pages; durable when this returns."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, blob_id
 from kvstore.errors import BadDigest, BadRequest, Cancelled, KVStoreError, NotFound
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import KVSpec, PartRange, SliceLayout
 from kvstore.radix.tree import Extras
 from kvstore.store.pending import Pending, overlap
@@ -47,6 +48,7 @@ class PutRequest:
     ranges: tuple[PartRange, ...]
     ack: Ack
     spans: tuple[tuple[int, int], ...] = ()
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from kvstore.store.quotas import Quotas
 from kvstore.store.residency import Residency
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
+from kvstore.store.uses import Uses
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.dram import Arena
 
@@ -37,7 +38,7 @@ class Puts:
     """See the module's text. `idle_s`: seconds without a slice, or without another shard, after which a put is given up."""
 
     def __init__(
-        self, arena: Arena, residency: Residency, writeback: Writeback, stats: Stats, use: Callable[[Space, Path], None], idle_s: float,
+        self, arena: Arena, residency: Residency, writeback: Writeback, stats: Stats, uses: Uses, idle_s: float,
         footprint: Callable[[int], int], ssd_bytes: int, quotas: Quotas,
     ) -> None:  # fmt: skip
         self.assemblies = Assemblies()
@@ -45,7 +46,7 @@ class Puts:
         self._residency = residency
         self._writeback = writeback
         self._stats = stats
-        self._use = use
+        self._uses = uses
         self._idle_s = idle_s
         self._footprint = footprint
         self._ssd_bytes = ssd_bytes
@@ -260,9 +261,12 @@ class Puts:
         except BaseException:
             self.abort(put)
             raise
-        for key in [key for _, key in went_on] + ([put.key(put.first_page + len(exist) - 1)] if len(exist) else []):
+        used = {key: (assembly.hints, 0) for assembly, key in went_on}
+        if len(exist):
+            used[put.key(put.first_page + len(exist) - 1)] = (put.request.hints, put.first_page + existed)
+        for key, (hints, hits) in used.items():
             if (slot := space.tree.pages.find_key(key)) >= 0:
-                self._use(space, space.tree.path_to(slot))
+                self._uses.use(space, space.tree.path_to(slot), hints, hits=hits)
         put.close(committed=True)
         self._open.pop(put.handle, None)
         total = put.total_pages - put.first_page
@@ -296,7 +300,7 @@ class Puts:
         else:
             expires = time.monotonic() + self._idle_s
             durable = put.request.ack is Ack.DURABLE
-            self.assemblies.deposit(space, put_id, pending, owner=put.owner, expires=expires, durable=durable)
+            self.assemblies.deposit(space, put_id, pending, owner=put.owner, expires=expires, durable=durable, hints=put.request.hints)
             went_on = self.assemblies.advance(space, put_id)
         if alone or went_on:
             self._wake_waiters()

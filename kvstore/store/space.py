@@ -18,6 +18,7 @@ from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
 from kvstore.radix.pages import DURABLE, GHOST, Slots
 from kvstore.radix.tree import EMPTY_PATH, Extras, NewPages, Path, RadixTree, Removed
 from kvstore.radix.usefulness import useless_parts
+from kvstore.store.session_ends import SessionEnds
 from kvstore.store.stats import Stats
 from kvstore.tiers.blobs import NO_SLOT, BlobTable, stored_bytes
 from kvstore.tiers.dram import Arena
@@ -34,7 +35,10 @@ OWNER_ROW = (1 << OWNER_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSettings:
-    """What a namespace was created with. Pages acknowledged as durable are kept at least `retention_s` seconds."""
+    """What a namespace was created with. Pages acknowledged as durable are kept at least `retention_s` seconds.
+
+    Pages that nobody used for `ttl_s` seconds are removed, once their retention is over; 0 keeps them while there is room.
+    """
 
     tenant: str
     name: str
@@ -42,6 +46,7 @@ class NamespaceSettings:
     spec: KVSpec
     recipes: bool = False
     retention_s: int = 86_400
+    ttl_s: int = 0
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -50,6 +55,8 @@ class NamespaceSettings:
             raise BadRequest("the model fingerprint is empty: compute one, or give an explicit revision")
         if not 0 <= self.retention_s <= 10 * 365 * 86_400:
             raise BadRequest(f"retention_s is {self.retention_s}, not 0 to ten years")
+        if not 0 <= self.ttl_s <= 10 * 365 * 86_400:
+            raise BadRequest(f"ttl_s is {self.ttl_s}, not 0 (none) to ten years")
         if self.recipes and self.spec.hash_bytes:
             raise BadRequest("recipes are made of token ids, and this namespace is given only digests")
         if not any(c.kind == "full" for c in self.spec.components):
@@ -61,11 +68,12 @@ class NamespaceSettings:
         return namespace_digest(self.tenant, self.fingerprint, self.spec)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
+        """Plain data. Without a TTL there is none in it, as daemons before it wrote."""
+        data: dict[str, Any] = {
             "tenant": self.tenant, "name": self.name, "fingerprint": self.fingerprint,
             "spec": self.spec.to_dict(), "recipes": self.recipes, "retention_s": self.retention_s,
         }  # fmt: skip
+        return data | ({"ttl_s": self.ttl_s} if self.ttl_s else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "NamespaceSettings":
@@ -112,6 +120,8 @@ class Space:
         self._lost_while_loading: set[int] = set()
         self.end_holds: Callable[[Space, int], None]
         """Set by the store: shorten the leases, and end the puts, that hold the page in a slot or one below it."""
+        self.ends = SessionEnds()
+        """Where its sessions were last."""
         self.resident_bytes = 0
         self.spoiled: set[int] = set()
         """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""

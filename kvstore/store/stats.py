@@ -34,6 +34,11 @@ class Stats:
     corrupt_blobs: int = 0
     corrupt_records: int = 0
     dedup_blobs: int = 0
+    compactions: int = 0
+    abandoned_pages: int = 0
+    expired_pages: int = 0
+    recorded_requests: int = 0
+    unrecorded_requests: int = 0
     group_commits: int = 0
     ssd_errors: int = 0
     scrubbed_blobs: int = 0

@@ -14,12 +14,14 @@ import numpy as np
 
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import Busy, Conflict, DiskFailing, MissingParent, NoSpace, NotFound, UnknownNamespace
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.lmdb_files import DATA_FILE
 from kvstore.radix.journal import Journal
 from kvstore.radix.tree import Extras
 from kvstore.store.backlog import Backlog
 from kvstore.store.clock import Clock
 from kvstore.store.datadir import DataDir
+from kvstore.store.expiry import Expiry
 from kvstore.store.following import Following
 from kvstore.store.leases import MAX_PIN_S, Lease, Leases
 from kvstore.store.matching import Match, Matching
@@ -31,12 +33,14 @@ from kvstore.store.quotas import Quotas, SsdBudget
 from kvstore.store.recovery import LoadProgress, Recovery
 from kvstore.store.residency import Held, Residency
 from kvstore.store.scrub import Scrubber
+from kvstore.store.session_ends import SessionEnds
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.spaces import Spaces
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.store_config import StoreConfig
 from kvstore.store.upkeep import Orphans, flush
+from kvstore.store.uses import Uses
 from kvstore.store.vacate import Vacator
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
@@ -65,8 +69,9 @@ class Store:
         """Whether a write did not end when the store was closed; then a thread is left that only the end of the process ends."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
-        self._matching = Matching(self.leases, self.stats)
         self._clock = Clock()
+        self.uses = Uses(self._clock.now, self.stats)
+        self._matching = Matching(self.leases, self.stats, self.uses)
         self._spaces = Spaces()
         self.quotas = Quotas(config.quotas)
         self._trash = Trash()
@@ -100,6 +105,7 @@ class Store:
             asyncio.create_task(self._sweep_leases(), name="kvstore-leases"),
             asyncio.create_task(self._sweep_orphans(load), name="kvstore-sweep"),
             asyncio.create_task(self._scrub(load), name="kvstore-scrub"),
+            asyncio.create_task(self._expiry.run(), name="kvstore-expiry"),
         ]
         for task in (self._writeback_task, *self._tasks):
             task.add_done_callback(self._note_death)
@@ -148,7 +154,7 @@ class Store:
             self._residency,
             self._writeback,
             self.stats,
-            self._matching.use,
+            self.uses,
             config.put_idle_s,
             self._blob_file.footprint,
             config.ssd_bytes,
@@ -160,7 +166,8 @@ class Store:
         )  # fmt: skip
         self._orphans = Orphans(self._blob_file, self._writeback, self._readers, self._writer, lambda: self._spaces, self._trash)
         self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats, self._clock.not_before)
-        self.prefixes = Prefixes(self._residency, self._writeback, self.pins, self._matching.use)
+        self.prefixes = Prefixes(self._residency, self._writeback, self.pins, self.uses)
+        self._expiry = Expiry(lambda: self._spaces, self.uses, self._clock.now, self._writeback.poke)
         self.following = Following(self._puts, config.put_idle_s)
 
     async def _load(self) -> None:
@@ -197,6 +204,7 @@ class Store:
                     kind.release(lease)
             self._puts.sweep(now)
             self.following.sweep(now)
+            self.uses.note_time()
 
     async def _scrub(self, load: "asyncio.Task[None]") -> None:
         await asyncio.wait([load])
@@ -216,6 +224,7 @@ class Store:
     def _new_space(self, number: int, settings: NamespaceSettings) -> Space:
         space = Space(number, settings, self.config.max_pages, self._arena, self._trash, self.stats, self.config.max_ghosts)
         space.end_holds = self._end_holds
+        space.ends = SessionEnds(self.config.max_sessions)
         return space
 
     def _end_holds(self, space: Space, slot: int) -> None:
@@ -236,7 +245,9 @@ class Store:
         space = self._spaces.by_id(settings.tenant, settings.digest[:16].hex())
         if space is not None:
             if space.settings != settings:
-                raise Conflict(f"this namespace exists as {space.settings.name!r} ({space.id}) with another name, recipes or retention")
+                raise Conflict(
+                    f"this namespace exists as {space.settings.name!r} ({space.id}) with another name, recipes, retention or ttl"
+                )
             return space
         other = self._spaces.by_name(settings.tenant, settings.name)
         if other is not None:
@@ -298,10 +309,12 @@ class Store:
 
     def match(
         self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
-        boundaries: bool = False, base: int = 0,
+        boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens` (see Matching.match)."""
-        return self._matching.match(space, tokens, extras, owner=owner, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base)
+        return self._matching.match(
+            space, tokens, extras, owner=owner, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base, hints=hints
+        )
 
     def find_blob(self, space: Space, blob_id: bytes) -> int:
         """The row of a blob; NotFound if the namespace has no such blob."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.store.quotas import Quota
+from kvstore.store.session_ends import DEFAULT_SESSIONS
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.watermarks import Watermarks
 
@@ -18,6 +19,8 @@ class StoreConfig:
     ssd_bytes: int
     max_pages: int = 10_000_000
     max_ghosts: int = 200_000
+    max_sessions: int = DEFAULT_SESSIONS
+    """Sessions of a namespace of which it is remembered where they were last."""
     lease_bytes: int = 0
     """Payload bytes that the leases of one client may hold; half of both tiers if 0."""
     pin_bytes: int = 0

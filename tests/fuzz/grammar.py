@@ -80,6 +80,9 @@ HINTS: dict[str, Maker] = {
     "lease_ms": lambda rng, world: rng.choice([0, 1, 50, 5_000]),
     "wait_ms": lambda rng, world: rng.choice([0, 0, 1, 50]),
     "retention_s": lambda rng, world: rng.choice([0, 0, 1]),
+    "ttl_s": lambda rng, world: rng.choice([0, 0, 1]),
+    "turn": lambda rng, world: rng.choice(["", "main", "sub_agent", "sub_agent"]),
+    "ended": lambda rng, world: rng.choice(["", "tool_call", "end_turn", "subagent_done"]),
     "extra_pages": lambda rng, world: rng.choice([[], [], [0], [1, 3]]),
 }
 """Likely values by field name; fields without one get values of their type."""

@@ -22,9 +22,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstore.digests import slice_digest
 from kvstore.errors import BadRequest, Busy, Conflict, MissingParent, NoSpace
+from kvstore.hints import Hints, Turn
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, Match, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
 from kvstore.store.check import check
+from kvstore.store.expiry import Expiry
 from kvstore.tiers.watermarks import Watermarks
 from kvstore_client.plan import page_items, page_parts
 
@@ -259,6 +261,25 @@ class ShardMachine(RuleBasedStateMachine):
     def abandon(self, prefix: Prefix, from_page: int) -> None:
         pages = self.store.prefixes.abandon(self.space, tokens_of(prefix), {}, from_page)
         assert 0 <= pages <= max(len(prefix) - from_page, 0)
+
+    @rule(prefix=prefixes, session=st.sampled_from(["", "a", "b"]), turn=st.sampled_from([None, Turn.SUB_AGENT]))
+    def come_back(self, prefix: Prefix, session: str, turn: Turn | None) -> None:
+        match = self.store.match(self.space, tokens_of(prefix), {}, owner=1, lease_s=60, hints=Hints(session, turn))
+        if match.lease is not None:
+            self.store.release_lease(1, match.lease.id)
+
+    @rule(session=st.sampled_from(["a", "b", "unknown"]))
+    def abandon_session(self, session: str) -> None:
+        self.store.prefixes.abandon_session(self.space, Hints(session))
+        assert self.store.prefixes.abandon_session(self.space, Hints(session)) == 0
+
+    @rule(past_retention=st.booleans())
+    def expire(self, past_retention: bool) -> None:
+        self.store.uses.note_time()
+        now = 1e12 if past_retention else time.time() + 60
+        kept = set() if past_retention else self.durable
+        self.run(Expiry(lambda: [self.space], self.store.uses, lambda: now, self.store._writeback.poke).expire(self.space))
+        self.durable &= kept
 
     @rule(prefix=prefixes, from_page=st.integers(0, 3))
     def delete(self, prefix: Prefix, from_page: int) -> None:

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstore.digests import slice_digest
 from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, MissingParent, NoSpace, NotFound, UnknownNamespace
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
 from kvstore.store.check import check
@@ -56,9 +57,11 @@ def page_bytes(prefix: Prefix, version: bytes, part: int) -> bytes:
     return np.random.default_rng(int.from_bytes(seed, "little")).bytes(SPEC.part_bytes(PARTS[part]))
 
 
-async def put(store: Store, space: Space, prefix: Prefix, version: bytes, ack: Ack = Ack.MEMORY, first: int = 0) -> PutResult:
+async def put(
+    store: Store, space: Space, prefix: Prefix, version: bytes, ack: Ack = Ack.MEMORY, first: int = 0, hints: Hints = NO_HINTS
+) -> PutResult:
     """A whole put, as a connection would make it."""
-    request = PutRequest(version, tokens_of(prefix), {}, first, PARTS, ack)
+    request = PutRequest(version, tokens_of(prefix), {}, first, PARTS, ack, hints=hints)
     under_way = await store.begin_put(OWNER, space, request)
     for page, part in under_way.wanted_cells():
         data, at = page_bytes(prefix[: page + 1], version, part), 0

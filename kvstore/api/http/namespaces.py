@@ -29,7 +29,7 @@ class NamespaceRoutes:
         """The routes of this module."""
         one, of_one = "/v1/namespaces/{namespace}", (404, *ALWAYS)
         location = {"Location": "the namespace, by id"}
-        then = ("describeNamespace", "match", "dropNamespace")
+        then = ("describeNamespace", "match", "prefetch", "pin", "unpin", "abandon", "delete", "dropNamespace")
         return [
             Route(
                 "GET", "/v1/namespaces", "listNamespaces", "All namespaces of the tenant", self._list,
@@ -69,6 +69,7 @@ class NamespaceRoutes:
             spec=KVSpec.from_dict(body.spec.model_dump()),
             recipes=body.recipes,
             retention_s=body.retention_s,
+            ttl_s=body.ttl_s,
         )
         space = await store.create_namespace(settings)
         return reply(described(space), 200 if space.id in known else 201, {"Location": f"/v1/namespaces/{space.id}"})

@@ -41,13 +41,14 @@ from kvstore.errors import (
     VersionMismatch,
     error_from_code,
 )
+from kvstore.hints import Ended, Hints, Turn
 from kvstore.kvspec import Component, KVSpec, PartRange, SliceLayout, canonical_json
 
 __all__ = [
     "DATA_META", "DIGEST_BYTES", "MAX_BULK_PAYLOAD", "MAX_CONTROL_PAYLOAD", "MAX_PIECES", "PROTOCOL_VERSION", "SLICES_META",
     "BadDigest", "BadRequest", "Busy", "Cancelled", "Channel", "Component", "Conflict", "ConnectionLost", "Corrupt",
-    "DeadlineExceeded", "Forbidden", "FrameType", "Header", "KVSpec", "KVStoreError", "MissingParent", "NoSpace", "NotFound",
-    "PartRange", "Piece", "ProtocolError", "Run", "SliceLayout", "TlsChannel", "Unauthenticated", "UnknownNamespace",
+    "DeadlineExceeded", "Ended", "Forbidden", "FrameType", "Header", "Hints", "KVSpec", "KVStoreError", "MissingParent", "NoSpace",
+    "NotFound", "PartRange", "Piece", "ProtocolError", "Run", "SliceLayout", "TlsChannel", "Turn", "Unauthenticated", "UnknownNamespace",
     "Unsupported", "VersionMismatch", "blob_id", "canonical_json", "check_run", "client_context", "cut", "decode_header",
     "encode", "error_from_code", "extra_digest", "pack", "pack_provisional", "pack_runs", "slice_digest", "unpack",
     "unpack_provisional", "unpack_runs",

@@ -56,6 +56,7 @@ class CreateNamespace(Message):
     spec: dict[str, Any]
     recipes: bool = False
     retention_s: int = 86_400
+    ttl_s: int = 0
 
 
 class NamespaceName(Message):
@@ -76,6 +77,7 @@ class NamespaceInfo(Message):
     pages: int
     blobs: int
     dram_bytes: int
+    ttl_s: int = 0
 
 
 class NamespaceList(Message):
@@ -84,10 +86,20 @@ class NamespaceList(Message):
     items: list[NamespaceInfo]
 
 
+class HintsMeta(Message):
+    """What a client may say of a request (see Hints). `session` has at most 64 bytes."""
+
+    session: bytes = b""
+    turn: str = ""
+    ended: str = ""
+    ttl_ms: int = 0
+
+
 class MatchRequest(Message):
     """Payload: the tokens (uint32 little-endian), then 32 bytes of extra digest for each of `extra_pages`.
 
     With a lease as `base` the tokens are those after it, and `extra_pages` count from there. `boundaries` asks for all that are usable.
+    `hints` count with a lease only.
     """
 
     namespace: str
@@ -96,6 +108,7 @@ class MatchRequest(Message):
     boundaries: bool = False
     base: int = 0
     extra_pages: list[int] = []
+    hints: HintsMeta | None = None
 
 
 PartRangeList = list[tuple[int, int, int, int, int]]
@@ -174,6 +187,7 @@ class PutStart(Message):
     base: int = 0
     ack: str = "memory"
     extra_pages: list[int] = []
+    hints: HintsMeta | None = None
 
 
 class PutReady(Message):
@@ -240,13 +254,17 @@ class Outcome(Message):
 
 
 class Prefix(Message):
-    """A prefix that something is told about; payload as in MatchRequest. PREFETCH, PIN, ABANDON and DELETE use what they need of it."""
+    """A prefix that something is told about; payload as in MatchRequest. PREFETCH, PIN, ABANDON and DELETE use what they need of it.
+
+    ABANDON with a `session` has no payload: it is about all that the session used last.
+    """
 
     namespace: str
     first_page: int = 0
     last_page: int = -1
     ttl_ms: int = 0
     extra_pages: list[int] = []
+    session: bytes = b""
 
 
 class Prefetched(Message):

@@ -1,0 +1,119 @@
+"""`kvstore prefetch`, `pin`, `unpin`, `abandon` and `delete`: what a daemon is told about prefixes."""
+
+from typing import Annotated
+
+import typer
+
+from kvstore.cli.common import (
+    DEFAULT_DATA,
+    EndpointOption,
+    JsonOption,
+    NamespaceArgument,
+    TokensOption,
+    connect,
+    exits_with,
+    parse_tokens,
+    print_json,
+)  # fmt: skip
+from kvstore.errors import BadRequest, NotFound
+
+FromTokenOption = Annotated[int, typer.Option(min=0, help="Only from the page on that this token is in.")]
+
+
+@exits_with(miss=1, error=2)
+def prefetch(
+    namespace: NamespaceArgument, tokens: TokensOption, endpoint: EndpointOption = DEFAULT_DATA, as_json: JsonOption = False
+) -> None:
+    """Bring a prefix from SSD into DRAM, as far as there is room. Exit code 1 if nothing of it is there, 2 for an error."""
+    ids = parse_tokens(tokens)
+    with connect(endpoint) as client:
+        space = client.namespace(namespace)
+        blobs = space.prefetch(ids)
+        found = space.match(ids, lease_s=0)
+        pages, in_dram = found.pages, found.dram_pages
+    if not pages:
+        raise NotFound(f"no page of this prefix is in {namespace}")
+    if as_json:
+        print_json({"pages": pages, "dram_pages": in_dram, "blobs": blobs})
+    else:
+        typer.echo(f"{blobs} blobs brought up; {in_dram} of {pages} pages are in DRAM")
+
+
+@exits_with(miss=1, error=2)
+def pin(
+    namespace: NamespaceArgument,
+    tokens: TokensOption,
+    ttl: Annotated[float, typer.Option(help="Seconds from now after which it ends; at most 30 days.")],
+    endpoint: EndpointOption = DEFAULT_DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep a prefix from being evicted for some time. Exit code 1 if nothing of it is there, 2 for an error."""
+    ids = parse_tokens(tokens)
+    with connect(endpoint) as client:
+        number, pages = client.namespace(namespace).pin(ids, ttl)
+    if as_json:
+        print_json({"pin": str(number), "pages": pages, "ttl_s": ttl})
+    else:
+        typer.echo(f"{pages} pages are kept for {ttl:g} s; end it with: kvstore unpin {namespace} {number}")
+
+
+@exits_with(miss=1, error=2)
+def unpin(
+    namespace: NamespaceArgument,
+    number: Annotated[int, typer.Argument(metavar="PIN", min=0, max=(1 << 63) - 1, help="What `kvstore pin` printed.")],
+    endpoint: EndpointOption = DEFAULT_DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """End a pin. Exit code 1 if it is over already, 2 for an error."""
+    with connect(endpoint) as client:
+        client.namespace(namespace).unpin(number)
+    if as_json:
+        print_json({"unpinned": str(number)})
+    else:
+        typer.echo("unpinned")
+
+
+@exits_with(miss=1, error=2)
+def abandon(
+    namespace: NamespaceArgument,
+    tokens: Annotated[str, typer.Option("--tokens", "-t", help="Token ids of the context: 1,2,3, @FILE or - (see `kvstore match`).")] = "",
+    session: Annotated[str, typer.Option("--session", "-s", help="The session instead, as it is named in hints.")] = "",
+    from_token: FromTokenOption = 0,
+    endpoint: EndpointOption = DEFAULT_DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Say that nobody will come back to a context, or a session: what only it uses is the first to go.
+
+    Exit code 1 if that is nothing, 2 for an error.
+    """
+    if bool(tokens) == bool(session) or (session and from_token):
+        raise BadRequest("say what to abandon: either --tokens, and perhaps --from-token, or --session")
+    ids = parse_tokens(tokens) if tokens else None
+    with connect(endpoint) as client:
+        space = client.namespace(namespace)
+        pages = space.abandon(ids, from_token=from_token) if ids is not None else space.abandon_session(session)
+    _print_affected(pages, "abandoned", as_json)
+
+
+@exits_with(miss=1, error=2)
+def delete(
+    namespace: NamespaceArgument,
+    tokens: TokensOption,
+    from_token: FromTokenOption = 0,
+    endpoint: EndpointOption = DEFAULT_DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a prefix and all that hangs from it, on every tier. Exit code 1 if nothing of it is there, 2 for an error."""
+    ids = parse_tokens(tokens)
+    with connect(endpoint) as client:
+        pages = client.namespace(namespace).delete(ids, from_token=from_token)
+    _print_affected(pages, "deleted", as_json)
+
+
+def _print_affected(pages: int, what: str, as_json: bool) -> None:
+    if as_json:
+        print_json({f"{what}_pages": pages})
+    else:
+        typer.echo(f"{pages} pages {what}")
+    if not pages:
+        raise typer.Exit(1)

@@ -1,0 +1,150 @@
+"""The one place where a use of pages is recorded: their recency, what it says of the session, and who else is to know."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from kvstore.hints import Hints, Turn
+from kvstore.radix.pages import ANONYMOUS, BRANCHED, Slots
+from kvstore.radix.tree import Extras, Path
+from kvstore.store.abandoning import abandon_line, common_pages, is_compaction, last_slots
+from kvstore.store.session_ends import Line
+from kvstore.store.space import Space
+from kvstore.store.stats import Stats
+
+_MARKS, _MARKS_AN_AGE = 8192, 256
+"""Even ten years then take some five thousand notes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of the pages in `slots`, from the root on. `hits` of them were there before; the rest was put just now.
+
+    Of a put that waited for others it is not known how much was there: its `hits` are 0.
+
+    `now` is in seconds of the store's clock.
+    """
+
+    slots: Slots
+    hits: int
+    hints: Hints
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request was about: so many tokens, of which the store knows the pages in `known`.
+
+    `labels` and `extras` are those after `base_pages` pages.
+    """
+
+    tokens: int
+    pages: int
+    known: Slots
+    base_pages: int
+    labels: bytes
+    extras: Extras
+
+
+class Observer(Protocol):
+    """Who is told of uses, in the loop's thread."""
+
+    def used(self, space: Space, use: Use, asked: Asked | None) -> None:
+        """Pages were used: those that are there of what was asked for, or (None) those that were put."""
+
+    def abandoned(self, space: Space, slots: Slots, first: int) -> None:
+        """A client said that of this path the pages from `first` on are not wanted any more."""
+
+
+class Uses:
+    """Records uses. `observers` are told of each after it was recorded."""
+
+    def __init__(self, now: Callable[[], float], stats: Stats) -> None:
+        self._now = now
+        self._stats = stats
+        self._tick = 0
+        self._marks = [(now(), 0)]
+        """Times and ticks: all uses up to a tick were at its time, or before."""
+        self.observers: list[Observer] = []
+
+    def use(self, space: Space, path: Path, hints: Hints | None = None, *, hits: int | None = None, asked: Asked | None = None) -> None:
+        """A path, which ends at a usable boundary, was used. `asked` is what for; None if pages were put.
+
+        Without `hints` (None) it is told about, not used: that says nothing of who will come back to it.
+        """
+        slots = space.tree.path_slots(path)
+        self._tick += 1
+        space.tree.touch(slots, self._tick)
+        if hints is None:
+            return
+        if not space.spec.flat:
+            self._note_session(space, slots, hints, slots if asked is None else asked.known, len(slots) if asked is None else asked.pages)
+        use = Use(slots, len(slots) if hits is None else min(hits, len(slots)), hints, self._now())
+        self._tell(space, use, asked)
+
+    def use_alone(self, space: Space, slots: Slots, hints: Hints) -> None:
+        """Pages were used that each stand alone, as those of a flat namespace do."""
+        for at in range(len(slots)):
+            self._tick += 1
+            space.tree.touch(slots[at : at + 1], self._tick)
+        self._tell(space, Use(slots, len(slots), hints, self._now()), None)
+
+    def _tell(self, space: Space, use: Use, asked: Asked | None) -> None:
+        for observer in self.observers:
+            observer.used(space, use, asked)
+
+    def abandoned(self, space: Space, slots: Slots, first: int) -> None:
+        """A client gave up the pages of a path from `first` on."""
+        for observer in self.observers:
+            observer.abandoned(space, slots, first)
+
+    # --- sessions ------------------------------------------------------------------------------------------------------
+
+    def _note_session(self, space: Space, slots: Slots, hints: Hints, known: Slots, asked: int) -> None:
+        """Remember where the session is now, and give up what it has left behind by a compaction.
+
+        It asked for so many pages, of which the store knows some and could give `slots`.
+        """
+        sub_agent = hints.turn is Turn.SUB_AGENT
+        if sub_agent or not hints.session_hash:
+            space.tree.pages.flags[slots] |= BRANCHED if sub_agent else ANONYMOUS
+        if not hints.session_hash:
+            return
+        line = Line(hints.session_hash, sub_agent)
+        last = last_slots(space, line)
+        common = common_pages(last, known)
+        front = common_pages(last, slots) == len(slots)
+        if not sub_agent and is_compaction(len(last), common, asked):  # of sub-agents there may be several at a time
+            self._stats.compactions += 1
+            self._stats.abandoned_pages += abandon_line(space, line, common).pages
+            front = False
+        if len(slots) and (sub_agent or not front):
+            space.ends.put(line, space.tree.pages.key_bytes(int(slots[-1])))
+        else:  # a look at the front of where it was: a put in several commits, or a turn taken back
+            space.ends.heard(line)
+
+    # --- time ----------------------------------------------------------------------------------------------------------
+
+    def note_time(self) -> None:
+        """To be called about once a second: uses between two calls can't be told apart by their time.
+
+        The older the notes are, the fewer are kept: they are a 256th of their age apart, or closer.
+        """
+        if self._tick > self._marks[-1][1]:
+            self._marks.append((self._now(), self._tick))
+        if len(self._marks) > _MARKS:
+            self._marks = self._thinned()
+
+    def _thinned(self) -> list[tuple[float, int]]:
+        now, kept = self._now(), [self._marks[0]]
+        for mark, after in zip(self._marks[1:], [*self._marks[2:], (inf, 0)], strict=True):
+            if after[0] - kept[-1][0] > (now - mark[0]) / _MARKS_AN_AGE:
+                kept.append(mark)
+        return kept
+
+    def tick_before(self, time: float) -> int:
+        """A tick of which it is known that it and all before it were at `time` or earlier; -1 if there is none."""
+        at = bisect_right(self._marks, time, key=lambda mark: mark[0]) - 1
+        return self._marks[at][1] if at >= 0 else -1
