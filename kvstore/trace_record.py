@@ -14,6 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import KEY_BYTES
+from kvstore.hints import Hints
+
+__all__ = [
+    "FORMAT", "VERSION", "Header", "Hints", "Line", "NamespaceLine", "Op", "UseLine",
+    "decode_ids", "decode_line", "encode_ids", "encode_line", "page_ids",
+]  # fmt: skip
 
 FORMAT = "kvstore-trace"
 VERSION = 1
@@ -38,18 +44,6 @@ class NamespaceLine(msgspec.Struct, frozen=True, tag_field="kind", tag="namespac
     bytes_per_token: float = 0.0
 
 
-class Hints(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client said of its request, if it said anything. `session` is a number of this file's own; no text of a client's."""
-
-    session: int | None = None
-    role: str | None = None
-    """Who speaks last in the prompt: `user`, `tool`, `system` or `subagent`."""
-    end: str | None = None
-    """How the turn ended: `tool_use`, `end_turn`, `subagent_done` or `max_tokens`."""
-    ttl_s: float | None = None
-    hot: bool = False
-
-
 class UseLine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="use"):
     """One use of a prefix, `t` seconds after the start.
 
@@ -66,6 +60,7 @@ class UseLine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     op: Op = "request"
     first: int = 0
     hints: Hints | None = None
+    """`session` is a number of this file's own; no text of a client's is in it."""
 
 
 Line = Header | NamespaceLine | UseLine

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-BELOW = {f"kvstore.{name}" for name in ("columns", "hash_index", "digests", "errors", "kvspec", "lmdb_files", "lmdb_walk")}
+BELOW = {f"kvstore.{name}" for name in ("columns", "hash_index", "digests", "errors", "hints", "kvspec", "lmdb_files", "lmdb_walk")}
 
 ALLOWED = {
     "kvstore/columns.py": {"kvstore.errors"},
@@ -17,7 +17,9 @@ ALLOWED = {
     "kvstore/lmdb_files.py": {"kvstore.errors", "kvstore.lmdb_walk"},
     "kvstore/lmdb_walk.py": set(),
     "kvstore/machine.py": set(),
-    "kvstore/trace_record.py": {"kvstore.digests"},
+    "kvstore/hints.py": set(),
+    "kvstore/trace_record.py": {"kvstore.digests", "kvstore.hints"},
+    "kvstore/lab": {"kvstore.lab", "kvstore.radix", "kvstore.tiers", "kvstore.trace_record", *BELOW},
     "kvstore/radix": {"kvstore.radix", *BELOW},
     "kvstore/tiers": {"kvstore.tiers", *BELOW},
     "kvstore/api/wire": {"kvstore.api.wire", "kvstore.digests", "kvstore.errors", "kvstore.kvspec"},
