@@ -1,5 +1,7 @@
 """The policies in the lab against plain models that take a page at a time."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,15 +9,15 @@ from hypothesis import strategies as st
 
 from kvstore.lab.simulation import LabConfig, Simulation
 from kvstore.lab.trace import Trace
-from kvstore.tiers.policies import POLICIES, Policy
+from kvstore.tiers.policies.make import make_policies
 from tests.lab.models import ARCModel, LRUModel, Model, S3FIFOModel
 from tests.lab.traces import Prompt, trace_of
 
-MODELS = {"lru": LRUModel, "arc": ARCModel, "s3fifo": S3FIFOModel}
+MODELS: dict[str, Callable[[int], Model]] = {"lru": LRUModel, "arc": ARCModel, "s3fifo": S3FIFOModel}
 
 
 def run(trace: Trace, name: str, capacity: int, *, batch: float = 0.0) -> list[int]:
-    simulation = Simulation(trace, [1] * len(trace.spaces), LabConfig(capacity, batch=batch), POLICIES[name](capacity), POLICIES[name](1))
+    simulation = Simulation(trace, [1] * len(trace.spaces), LabConfig(capacity, batch=batch), *make_policies(name, capacity, 1))
     hits: list[int] = simulation.run().hit_pages.tolist()
     return hits
 
@@ -32,7 +34,7 @@ def skewed(seed: int, count: int, pages: int) -> list[Prompt]:
 @pytest.mark.parametrize("name", MODELS)
 def test_single_pages_fare_as_in_the_model(name: str, capacity: int) -> None:
     prompts = skewed(7, 1500, 200)
-    model: Model = MODELS[name](capacity)
+    model = MODELS[name](capacity)
     assert run(trace_of(prompts), name, capacity) == [int(model.use(prompt[0:1])) for prompt in prompts]
 
 
@@ -58,8 +60,8 @@ def test_leaf_lru_is_lru_with_the_deepest_used_first(requests: list[Prompt], cap
 def test_the_tree_and_the_tiers_stay_sound(requests: list[Prompt], dram: int, ssd: int, name: str, batch: float) -> None:
     """No page is without the one above it, nobody holds more than it may, and the tree's own checks pass."""
     trace = trace_of(requests, spaces=[sum(prompt) % 2 for prompt in requests])
-    policies: list[Policy] = [POLICIES[name](dram), POLICIES[name](max(1, ssd))]
-    simulation = Simulation(trace, [1] * len(trace.spaces), LabConfig(dram, ssd, batch, max_ghosts=5), *policies)
+    config = LabConfig(dram, ssd, batch, max_ghosts=5)
+    simulation = Simulation(trace, [1] * len(trace.spaces), config, *make_policies(name, dram, ssd))
     outcome = simulation.run()
     assert (outcome.hit_pages <= np.diff(np.append(0, trace.ends))).all()
     assert (outcome.ssd_pages <= outcome.hit_pages).all()

@@ -89,7 +89,8 @@ class S3FIFO(Policy):
             queue[promoted] = _MAIN
             self._requeue(batch, queue, promoted)
             values[promoted] = np.arange(len(promoted))
-        return line[goes]
+        victims: _Line = line[goes]
+        return victims
 
     def _from_main(self, batch: Sequence[Pages], queue: _Column, values: _Column, wanted: int) -> _Line:
         """Take unused pages from the head of the main queue; used ones go to its end with one use less."""
