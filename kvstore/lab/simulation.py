@@ -18,7 +18,7 @@ from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import Slots
 from kvstore.radix.structure import NewPages
 from kvstore.radix.tree import Path, RadixTree
-from kvstore.tiers.policies import NO_HINTS, Pages, Policy, Use
+from kvstore.tiers.policies import NO_HINTS, Policy, Use
 
 _WORD = 4
 _VERSION = bytes(16)
@@ -61,10 +61,12 @@ class Simulation:
     outcome: Outcome = field(init=False)
     _tiers: dict[int, Tier] = field(init=False)
     _policies: dict[int, Policy] = field(init=False)
+    _count_children: bool = field(init=False)
     _tick: int = 0
 
     def __post_init__(self) -> None:
         self._policies = {DRAM: self.dram, SSD: self.ssd}
+        self._count_children = self.dram.counts_children or self.ssd.counts_children
         specs = specs_of(self._policies)
         counts = np.bincount(self.trace.page_space(), minlength=len(self.trace.spaces)).tolist()
         self.spaces = []
@@ -135,7 +137,8 @@ class Simulation:
         self._tick += 1
         space.tree.touch(slots, self._tick)
         size = self.trace.spaces[int(self.trace.space[number])].page_tokens
-        use = Use(slots, hits, min(known, len(slots)), now, children_of(space.tree, path), size, self.trace.hints[number] or NO_HINTS)
+        children = children_of(space.tree, path) if self._count_children else np.ones(len(slots), np.int32)
+        use = Use(slots, hits, min(known, len(slots)), now, children, size, self.trace.hints[number] or NO_HINTS)
         self.dram.used(space.columns[DRAM], use)
         if self.ssd is not self.dram and self.config.ssd_bytes:
             self.ssd.used(space.columns[SSD], use)
@@ -153,12 +156,12 @@ class Simulation:
             self._tiers[SSD].enter(space, lost[admitted], now)
             self.outcome.ssd_written_bytes += int(admitted.sum()) * space.page_bytes
             lost = lost[~admitted]
-            self._tiers[SSD].shrink(now, self._give_up)
-        self._give_up(space, lost)
+            self._tiers[SSD].shrink(now, lambda where, gone: self._give_up(where, gone, now))
+        self._give_up(space, lost, now)
 
     def _admitted(self, space: LabSpace, slots: Slots, now: float) -> npt.NDArray[np.bool_]:
         """Which pages are written to SSD: those that the policy admits, and all above what is there or admitted."""
-        wanted = self.ssd.admits([Pages(space.columns[SSD], slots)], now)
+        wanted = self.ssd.admits([self._tiers[SSD].pages(space, slots)], now)
         if wanted.all():
             return wanted
         there = np.union1d(slots, self._tiers[SSD].resident(space)).astype(np.int32)
@@ -166,21 +169,28 @@ class Simulation:
         kept[np.searchsorted(there, slots)] = wanted
         return raised(space.tree, there, kept)[np.searchsorted(there, slots)]
 
-    def _give_up(self, space: LabSpace, slots: Slots) -> None:
+    def _give_up(self, space: LabSpace, slots: Slots, now: float) -> None:
         """Pages that are in no tier any more become ghosts."""
         gone = slots[space.place[slots] == 0]
         if not len(gone):
             return
-        space.tree.bury_many(gone)
-        surplus = space.tree.ghost_count - self.config.max_ghosts
+        tree = space.tree
+        tree.bury_many(gone)
+        surplus = tree.ghost_count - self.config.max_ghosts
         if surplus > 0:
-            space.tree.forget_ghosts(surplus + self.config.max_ghosts // 16)
+            surplus += self.config.max_ghosts // 16
+            for tier, policy in self._each_policy():
+                policy.forgotten(space.columns[tier], tree.coldest(tree.ghost_slots(), surplus), now)
+            tree.forget_ghosts(surplus)
+
+    def _each_policy(self) -> list[tuple[int, Policy]]:
+        """Each policy once."""
+        return list(self._policies.items())[: 1 if self.dram is self.ssd else 2]
 
     def _abandon(self, space: LabSpace, tokens: bytes, first: int, now: float) -> None:
         slots = space.tree.path_slots(space.tree.match(tokens), first)
-        for tier, policy in self._policies.items():
-            if len(slots) and (tier == DRAM or policy is not self.dram):
-                policy.abandoned(space.columns[tier], slots, now)
+        for tier, policy in self._each_policy() if len(slots) else ():
+            policy.abandoned(space.columns[tier], slots, now)
 
 
 def children_of(tree: RadixTree, path: Path) -> npt.NDArray[np.int32]:

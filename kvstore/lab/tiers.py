@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import ColumnSpec
-from kvstore.radix.leaf_first import depth_of, least, raised
+from kvstore.radix.leaf_first import depth_of, in_order, least, raised
 from kvstore.radix.pages import Slots
-from kvstore.radix.tree import RadixTree
-from kvstore.tiers.policies import Columns, Pages, Policy
+from kvstore.radix.tree import ROOT, RadixTree
+from kvstore.tiers.policies import Columns, Pages, Policy, parts
 
 DRAM, SSD = 1, 2
 PLACE = ColumnSpec("place", "u1")
@@ -78,29 +79,45 @@ class Tier:
             return
         wanted = max(self.used - self.capacity, int(self.capacity * self.batch))
         spaces = [space for space in self.spaces if space.tree.page_count]
-        batch = [Pages(space.columns[self.bit], self.resident(space)) for space in spaces]
-        sizes = np.repeat([space.page_bytes for space in spaces], [len(pages.slots) for pages in batch])
+        batch = [self.pages(space, self.resident(space)) for space in spaces]
+        if self.policy.wants_survey():
+            self.policy.survey([self.pages(space, known_slots(space.tree)) for space in spaces], now)
+        bounds = np.cumsum([0, *(len(pages.slots) for pages in batch)]).tolist()
+        sizes = np.repeat([space.page_bytes for space in spaces], np.diff(bounds))
         likely = min(len(sizes), -(-wanted // int(sizes.min())))
         values = self.policy.values(batch, likely, now)
-        at, lifted, depth = 0, [], []
-        for space, pages in zip(spaces, batch, strict=True):
-            lifted.append(raised(space.tree, pages.slots, values[at : at + len(pages.slots)]))
-            depth.append(depth_of(space.tree, pages.slots))
-            at += len(pages.slots)
-        chosen = least(np.concatenate(lifted), np.concatenate(depth), likely)
+        if not self.policy.leaf_first:
+            values = np.concatenate([pages.raised(pages.slots, values[part]) for pages, part in parts(batch)])
+        chosen = least(values, likely)
+        near = [
+            (space, pages.slots[chosen[(chosen >= low) & (chosen < high)] - low])
+            for space, pages, low, high in zip(spaces, batch, bounds[:-1], bounds[1:], strict=True)
+        ]
+        recency = np.concatenate([space.tree.pages.recency[slots] for space, slots in near])
+        depth = np.concatenate([depth_of(space.tree, slots) for space, slots in near])
+        chosen = chosen[in_order(values[chosen], recency, depth)]
         chosen = chosen[: int(np.searchsorted(np.cumsum(sizes[chosen]), wanted)) + 1]
-        at = 0
-        for space, pages in zip(spaces, batch, strict=True):
-            mine = chosen[(chosen >= at) & (chosen < at + len(pages.slots))] - at
-            at += len(pages.slots)
-            if len(mine):
-                slots = pages.slots[mine]
-                space.place[slots] &= ~np.uint8(self.bit)
-                self.used -= len(slots) * space.page_bytes
-                self.policy.left(space.columns[self.bit], slots, now)
+        for space, pages, low, high in zip(spaces, batch, bounds[:-1], bounds[1:], strict=True):
+            slots = pages.slots[chosen[(chosen >= low) & (chosen < high)] - low]
+            if len(slots):
+                self._leave(space, slots, now)
                 gone(space, slots)
+
+    def _leave(self, space: LabSpace, slots: Slots, now: float) -> None:
+        space.place[slots] &= ~np.uint8(self.bit)
+        self.used -= len(slots) * space.page_bytes
+        self.policy.left(space.columns[self.bit], slots, now)
+
+    def pages(self, space: LabSpace, slots: Slots) -> Pages:
+        """Pages as the tier's policy sees them."""
+        return Pages(space.columns[self.bit], slots, space.tree.pages.ranges.high, partial(raised, space.tree))
 
     def resident(self, space: LabSpace) -> Slots:
         """The slots of a namespace's pages in the tier, ascending."""
         place = space.place[: space.tree.pages.ranges.high]
         return np.flatnonzero((place & self.bit) != 0).astype(np.int32)
+
+
+def known_slots(tree: RadixTree) -> Slots:
+    """The slots of all pages and ghosts, ascending."""
+    return np.flatnonzero(tree.pages.node[: tree.pages.ranges.high] > ROOT).astype(np.int32)

@@ -1,7 +1,7 @@
 """The leaf-first rule: whoever evicts by value must not take a page before what is below it.
 
-A page is worth at least what the pages below it are worth, as they are useless without it. Raised so, and with the deepest first
-among equals, the least valuable k pages never include one with a descendant outside them.
+A page is worth at least what the pages below it are worth, as they are useless without it. Raised so, and with the least recent and
+deepest first among equals, the least valuable k pages never include one with a descendant outside them.
 """
 
 from typing import Any
@@ -84,12 +84,13 @@ def depth_of(tree: TreeStructure, slots: Slots) -> npt.NDArray[np.int64]:
     return found
 
 
-def least(values: _Values, depth: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """The places of the `count` least values, least first; among equals the deepest first."""
-    if count <= 0:
-        return np.empty(0, np.int64)
-    chosen = np.arange(len(values))
-    if count < len(values):
-        limit = np.partition(values, count - 1)[count - 1]
-        chosen = np.flatnonzero(values <= limit)
-    return chosen[np.lexsort((-depth[chosen], values[chosen]))][:count]
+def least(values: _Values, count: int) -> npt.NDArray[np.int64]:
+    """The places of the `count` least values and of all that equal the highest of them, in no order. See `in_order`."""
+    if count >= len(values):
+        return np.arange(len(values))
+    return np.flatnonzero(values <= np.partition(values, count - 1)[count - 1]) if count > 0 else np.empty(0, np.int64)
+
+
+def in_order(values: _Values, recency: npt.NDArray[np.int64], depth: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The places of values, the least first; of equals the least recent first, and of those the deepest."""
+    return np.lexsort((-depth, recency, values))

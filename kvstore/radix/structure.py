@@ -133,6 +133,9 @@ class TreeStructure:
         """The page slots of a path in order, from page `first` on (int32)."""
         if path.pages <= first:
             return np.empty(0, np.int32)
+        if len(path.nodes) == 1:
+            start = self.nodes.start[path.nodes[0]]
+            return np.arange(start + first, start + path.pages, dtype=np.int32)
         starts = np.fromiter((self.nodes.start[n] for n in path.nodes), np.int64, len(path.nodes))
         depths = np.fromiter((self.nodes.depth[n] for n in path.nodes), np.int64, len(path.nodes))
         lengths = np.append(depths[1:], path.pages) - depths

@@ -2,12 +2,12 @@
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.columns import ColumnSpec
 from kvstore.radix.check import check
-from kvstore.radix.leaf_first import depth_of, least, raised
+from kvstore.radix.leaf_first import depth_of, in_order, least, raised
 from kvstore.radix.pages import Slots
 from kvstore.radix.tree import RadixTree
 from tests.radix.test_tree import PAGE_TOKENS, ROOT_KEY, Labels, insert
@@ -27,6 +27,7 @@ def ancestors(tree: RadixTree, slot: int) -> list[int]:
     return found[:-1]
 
 
+@settings(deadline=None, max_examples=60)
 @given(prompts, st.data())
 def test_raised_is_the_highest_below(inserted: list[Labels], data: st.DataObject) -> None:
     tree = tree_of(inserted)
@@ -42,6 +43,7 @@ def test_raised_is_the_highest_below(inserted: list[Labels], data: st.DataObject
     assert (raised(tree, slots, values > 3) == (wanted > 3)).all()
 
 
+@settings(deadline=None, max_examples=60)
 @given(prompts, st.data())
 def test_the_least_leave_no_descendant_behind(inserted: list[Labels], data: st.DataObject) -> None:
     tree = tree_of(inserted)
@@ -50,7 +52,9 @@ def test_the_least_leave_no_descendant_behind(inserted: list[Labels], data: st.D
     count = data.draw(st.integers(0, len(slots) + 1))
     lifted, depth = raised(tree, slots, values), depth_of(tree, slots)
     assert depth.tolist() == [len(ancestors(tree, slot)) for slot in slots.tolist()]
-    chosen = least(lifted, depth, count)
+    chosen = least(lifted, count)
+    recency = np.array(data.draw(st.sampled_from([np.zeros(len(slots), np.int64), -depth])))
+    chosen = chosen[in_order(lifted[chosen], recency[chosen], depth[chosen])][:count]
     assert len(chosen) == min(count, len(slots))
     assert (np.diff(lifted[chosen]) >= 0).all()
     assert not len(chosen) or lifted[chosen].max() <= np.delete(lifted, chosen).min(initial=10)
@@ -61,6 +65,7 @@ def test_the_least_leave_no_descendant_behind(inserted: list[Labels], data: st.D
         assert set(ancestors(tree, slot)).isdisjoint(gone)
 
 
+@settings(deadline=None, max_examples=60)
 @given(prompts, prompts, st.data())
 def test_kept_columns_stay_with_their_pages(first: list[Labels], then: list[Labels], data: st.DataObject) -> None:
     """A number written for each page is still there after moves, splits, merges, as a ghost, and when it comes back."""
@@ -71,7 +76,8 @@ def test_kept_columns_stay_with_their_pages(first: list[Labels], then: list[Labe
         mine[tree.pages.find_key(key)] = number
     leaves = data.draw(st.integers(0, 5))
     slots = tree.live_slots()
-    bury: Slots = slots[least(raised(tree, slots, slots.astype(np.int64)), depth_of(tree, slots), leaves)]
+    depth = depth_of(tree, slots)
+    bury: Slots = slots[in_order(raised(tree, slots, slots.astype(np.int64)), 0 * depth, depth)[:leaves]]
     tree.bury_many(bury)
     check(tree)
     for labels in then:

@@ -8,6 +8,8 @@ from kvstore.tiers.policies.policy import Pages, Policy, Values, gather
 class LeafLRU(Policy):
     """Needs nothing but the tree's own recency."""
 
+    leaf_first = True
+
     def values(self, batch: Sequence[Pages], wanted: int, now: float) -> Values:
         """The order of last use."""
         return gather(batch, "recency")

@@ -6,7 +6,7 @@ policy of its own; one object may serve both. That no page goes before its desce
 each value to those of the descendants (`kvstore.radix.leaf_first`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -46,6 +46,11 @@ class Pages:
 
     columns: Columns
     slots: Slots
+    """Ascending."""
+    high: int
+    """No page of the tree, known or not, has a slot from here on."""
+    raised: Callable[[Slots, Any], Any]
+    """The leaf-first rule for any pages of the tree (slots ascending, values): for a policy that plays through what it would have kept."""
 
     def of(self, name: str) -> npt.NDArray[Any]:
         """What a column says of them."""
@@ -60,6 +65,10 @@ class Policy(Protocol):
     """
 
     columns: ClassVar[tuple[ColumnSpec, ...]] = ()
+    leaf_first: ClassVar[bool] = False
+    """Whether its values obey the leaf-first rule by themselves, so that nobody has to raise them."""
+    counts_children: ClassVar[bool] = False
+    """Whether it looks at the children of a use; else they are all 1."""
 
     def used(self, columns: Columns, use: Use) -> None:
         """A path is used. Pages of it that are not in the tier either enter next, or stay where they are."""
@@ -75,6 +84,18 @@ class Policy(Protocol):
 
     def abandoned(self, columns: Columns, slots: Slots, now: float) -> None:
         """The client will not come back to these pages."""
+        return
+
+    def forgotten(self, columns: Columns, slots: Slots, now: float) -> None:
+        """These ghosts are beyond the budget: the tree forgets them."""
+        return
+
+    def wants_survey(self) -> bool:
+        """Asked before values are: whether it wants to look at everything that is known."""
+        return False
+
+    def survey(self, batch: Sequence[Pages], now: float) -> None:
+        """All known pages of all trees, those of every tier and the ghosts."""
         return
 
     def values(self, batch: Sequence[Pages], wanted: int, now: float) -> Values:

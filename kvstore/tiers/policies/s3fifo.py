@@ -19,6 +19,8 @@ _ENOUGH = 2
 _SMALL, _MAIN, _GHOST, _ASKED = 4, 8, 16, 32
 _SMALL_SHARE = 0.1
 _CLASS = 2.0**34
+_LOOK = 64
+"""At least so many of a queue's head are looked at together."""
 
 _Column = npt.NDArray[Any]
 _Line = npt.NDArray[np.int64]
@@ -80,10 +82,16 @@ class S3FIFO(Policy):
         So does what was to go before, and was kept because a page below it was worth more.
         """
         line = np.flatnonzero((queue & _SMALL) != 0)
-        line = line[np.argsort(values[line], kind="stable")][: max(0, len(line) - self._small)]
-        goes = ((queue[line] & _USES) < _ENOUGH) & ((queue[line] & _ASKED) == 0)
+        surplus = max(0, len(line) - self._small)
+        looked_at = min(surplus, 2 * wanted + _LOOK)
+        while True:
+            head = _oldest(line, values, looked_at)
+            goes = ((queue[head] & _USES) < _ENOUGH) & ((queue[head] & _ASKED) == 0)
+            if looked_at == surplus or goes.sum() >= wanted:
+                break
+            looked_at = min(surplus, 4 * looked_at)
         last = int(np.searchsorted(np.cumsum(goes), wanted))
-        line, goes = line[: last + 1], goes[: last + 1]
+        line, goes = head[: last + 1], goes[: last + 1]
         promoted = line[~goes]
         if len(promoted):
             queue[promoted] = _MAIN
@@ -95,21 +103,21 @@ class S3FIFO(Policy):
     def _from_main(self, batch: Sequence[Pages], queue: _Column, values: _Column, wanted: int) -> _Line:
         """Take unused pages from the head of the main queue; used ones go to its end with one use less."""
         line = np.flatnonzero((queue & _MAIN) != 0)
-        line = line[np.argsort(values[line], kind="stable")]
         victims: list[_Line] = []
-        passed_before = float(len(line))
+        place_after = float(self._next)  # behind all that is in line now
         while wanted > 0 and len(line):
-            goes = (queue[line] & _USES) == 0
+            head = _oldest(line, values, min(len(line), 2 * wanted + _LOOK))
+            goes = (queue[head] & _USES) == 0
             last = int(np.searchsorted(np.cumsum(goes), wanted))
-            head, goes, rest = line[: last + 1], goes[: last + 1], line[last + 1 :]
+            head, goes = head[: last + 1], goes[: last + 1]
             victims.append(head[goes])
             wanted -= int(goes.sum())
             passed = head[~goes]
             queue[passed] -= 1
             self._requeue(batch, queue, passed)
-            values[passed] = passed_before + np.arange(len(passed))
-            passed_before += len(passed)
-            line = np.concatenate([rest, passed])
+            values[passed] = place_after + np.arange(len(passed))
+            place_after += len(passed)
+            line = line[np.isin(line, victims[-1], invert=True)]
         return np.concatenate(victims) if victims else np.empty(0, np.int64)
 
     def _requeue(self, batch: Sequence[Pages], queue: _Column, line: _Line) -> None:
@@ -122,3 +130,13 @@ class S3FIFO(Policy):
     def _places(self, count: int) -> npt.NDArray[np.uint32]:
         first, self._next = self._next, self._next + count
         return np.arange(first, first + count).astype(np.uint32)
+
+
+def _oldest(line: _Line, values: _Column, count: int) -> _Line:
+    """The `count` first of a queue, in order."""
+    ages = values[line]
+    if count < len(line):
+        line = line[np.argpartition(ages, count)[:count]]
+        ages = values[line]
+    found: _Line = line[np.argsort(ages, kind="stable")]
+    return found
