@@ -7,6 +7,7 @@ written. So columns never grow by copying, and views of them stay valid.
 import mmap
 from array import array
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,14 @@ def column(capacity: int, dtype: npt.DTypeLike, width: int = 1) -> npt.NDArray[A
     item = np.dtype(dtype)
     flat = np.frombuffer(reserve(capacity * width * item.itemsize), dtype=item, count=capacity * width)
     return flat if width == 1 else flat.reshape(capacity, width)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSpec:
+    """A column that somebody else wants kept beside the rows of a table: one number of this type a row, at first 0."""
+
+    name: str
+    dtype: str
 
 
 class SlotAllocator:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import check, data, doctor, namespaces, plan, prefixes, serve, watch
+from kvstore.cli import check, data, doctor, namespaces, plan, prefixes, serve, simulate, watch
 from kvstore.cli.common import credentials, print_error
 from kvstore.errors import KVStoreError
 
@@ -25,6 +25,7 @@ app.add_typer(namespaces.app, name="ns")
 app.command()(check.check)
 app.command()(doctor.doctor)
 app.command()(plan.plan)
+app.command()(simulate.simulate)
 app.command()(data.put)
 app.command()(data.get)
 app.command()(data.match)

@@ -16,6 +16,7 @@ def check(tree: RadixTree, *, compressed: bool = True) -> None:
     for start, length in tree.pages.ranges.free_ranges.items():
         assert (owner[start : start + length] == -1).all(), "free ranges overlap"
         owner[start : start + length] = ROOT
+        assert not any(kept[start : start + length].any() for kept in tree.pages.kept.values()), "a free slot holds something"
     for node in nodes:
         _check_node(tree, node, owner, compressed=compressed)
     assert (owner >= ROOT).all(), "a page slot belongs to no node and is not free"

@@ -1,13 +1,14 @@
 """The page and part columns of a radix tree, and the node columns that give them shape."""
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import RangeAllocator, SlotAllocator, column, reserve
+from kvstore.columns import ColumnSpec, RangeAllocator, SlotAllocator, column, reserve
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
 from kvstore.hash_index import HashIndex
 
@@ -42,7 +43,7 @@ def _bytes_column(capacity: int, width: int) -> tuple[mmap.mmap, npt.NDArray[np.
 class Pages:
     """One slot a page. The pages of a node are consecutive slots, so that a run's labels are one memcmp."""
 
-    def __init__(self, capacity: int, label_words: int, optional: int) -> None:
+    def __init__(self, capacity: int, label_words: int, optional: int, kept: Sequence[ColumnSpec] = ()) -> None:
         self.capacity = capacity
         self.token_bytes = label_words * 4
         self.ranges = RangeAllocator(capacity, "pages")
@@ -59,6 +60,8 @@ class Pages:
         self.components: npt.NDArray[np.uint16] = column(capacity, np.uint16)
         self.part_recency: list[npt.NDArray[np.int64]] = [column(capacity, np.int64) for _ in range(optional)]
         """For each optional component, when a boundary that needs the page's part of it was used last."""
+        self.kept: dict[str, npt.NDArray[Any]] = {spec.name: column(capacity, spec.dtype) for spec in kept}
+        """What others keep for each page. It moves with the page and stays with its ghost; free slots and new pages have zeros."""
         self.key_index = HashIndex()
 
     def row_bytes(self) -> int:
@@ -67,7 +70,7 @@ class Pages:
 
     def _moved(self) -> tuple[npt.NDArray[Any], ...]:
         fixed = (self.key, self.version, self.node, self.part, self.leases, self.recency, self.retain, self.flags, self.components)
-        return (*fixed, *self.part_recency)
+        return (*fixed, *self.part_recency, *self.kept.values())
 
     def move(self, source: int, target: int, count: int) -> None:
         """Copy a run of rows, labels included, to other slots, and point the key index at them."""
@@ -117,7 +120,7 @@ class Parts:
         Returns the first part slot of every page, -1 for none. `after` are the first slots of parts that the pages have already.
         """
         present = blobs >= 0
-        if after is None and present.all():
+        if after is None and blobs.size and present.all():
             return self._add_all(blobs, component, ranges)
         taken = self.slots.allocate_many(int(present.sum()))
         first = np.full(len(blobs), -1, np.int32) if after is None else after.copy()

@@ -3,12 +3,14 @@
 No tokens are looked at here: what matches is decided in tree.py. A node's pages lie in consecutive slots.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import ColumnSpec
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, NO_EXTRA
 from kvstore.errors import NoSpace
 from kvstore.hash_index import HashIndex
@@ -67,16 +69,17 @@ class Removed:
 class TreeStructure:
     """Columns, links and indices. `root_key` is the namespace digest (32 bytes), `capacity` the most pages it can hold.
 
-    A label is `label_words` uint32 words: token ids, or a digest.
+    A label is `label_words` uint32 words: token ids, or a digest. `kept` are columns that others want beside those of the pages.
     """
 
-    def __init__(self, root_key: bytes, label_words: int, capacity: int, rules: ComponentRules = FULL_ONLY) -> None:
+    def __init__(
+        self, root_key: bytes, label_words: int, capacity: int, rules: ComponentRules = FULL_ONLY, kept: Sequence[ColumnSpec] = ()
+    ) -> None:
         self.root_key = root_key
         self.capacity = capacity
         self.rules = rules
-        self.pages = Pages(
-            2 * capacity, label_words, len(rules.optional)
-        )  # room for runs to move in; slots cost nothing until they are used
+        # Twice as many: room for runs to move in. Slots cost nothing until they are used.
+        self.pages = Pages(2 * capacity, label_words, len(rules.optional), kept)
         self.parts = Parts(4 * capacity)
         self.nodes = Nodes(capacity + 1)
         self.child_index = HashIndex()
@@ -185,8 +188,7 @@ class TreeStructure:
         for recency in pages.part_recency:
             recency[run] = 0
         self._fill(run, new)
-        for slot in range(first, first + count):
-            pages.key_index.add(pages.key_hash(slot), slot)
+        pages.key_index.add_many(pages.key[run].view("<u8")[:, 0].tolist(), list(range(first, first + count)))
         self._page_count += count
         return node, offset
 
@@ -250,6 +252,8 @@ class TreeStructure:
     def _release_range(self, start: int, length: int) -> None:
         self.pages.node[start : start + length] = ROOT
         self.pages.flags[start : start + length] = 0
+        for kept in self.pages.kept.values():
+            kept[start : start + length] = 0
         self.pages.ranges.free(start, length)
 
     def _write_labels(self, node: int, offset: int, tokens: bytes, extras: bytes) -> None:
@@ -308,13 +312,21 @@ class TreeStructure:
             self._clear(at, slot - self.nodes.start[node] if at == node else 0, removed)
         return removed
 
+    def bury_many(self, slots: Slots) -> Removed:
+        """Turn pages into ghosts, none of them leased. Nothing below them may be left but what is a ghost already or among them."""
+        removed = Removed()
+        self._bury(slots, removed)
+        return removed
+
     def _clear(self, node: int, offset: int, removed: Removed) -> None:
         """Take the parts of a node's pages from `offset` on, and leave them ghosts."""
-        pages = self.pages
         start, end = self.nodes.start[node] + offset, self.nodes.start[node] + self.nodes.count[node]
-        if pages.leases[start:end].any():
+        self._bury(np.arange(start, end, dtype=np.int32), removed)
+
+    def _bury(self, slots: Slots, removed: Removed) -> None:
+        pages = self.pages
+        if pages.leases[slots].any():
             raise AssertionError("a leased page was about to be removed")
-        slots = np.arange(start, end, dtype=np.int32)
         slots = slots[(pages.flags[slots] & GHOST) == 0]
         _, part = self.parts.of(pages.part[slots])
         removed.blobs.append(self.parts.blob[part])

@@ -42,6 +42,10 @@ class RadixTree(TreeStructure):
         """
         return self._without_ghosts(self._match_all(tokens, extras, base))
 
+    def match_with_ghosts(self, tokens: bytes, extras: Extras = _NO_EXTRAS, base: Path = EMPTY_PATH) -> Path:
+        """As `match`, but ghosts count: the longest prefix that the tree knows of."""
+        return self._match_all(tokens, extras, base)
+
     def _match_all(self, tokens: bytes, extras: Extras, base: Path) -> Path:
         path = None if extras or self.has_extras or base.pages else self._match_runs(tokens)
         return self._match_nodes(tokens, extras, base) if path is None else path
@@ -234,6 +238,14 @@ class RadixTree(TreeStructure):
             slots, recency = slots[chosen], recency[chosen]
         return slots[np.argsort(recency, kind="stable")]
 
+    def forget_ghosts(self, count: int) -> None:
+        """Remove at least `count` ghosts for good, the coldest first, if there are so many."""
+        pages = self.pages
+        for key in [pages.key_bytes(slot) for slot in self.coldest(self.ghost_slots(), count).tolist()]:
+            slot = pages.find_any(key)  # each removal may move others, or take them along
+            if slot >= 0 and pages.flags[slot] & GHOST:
+                self.remove(slot)
+
     # --- growing ----------------------------------------------------------------------------------------------------------
 
     def extend(self, base: Path, tokens: bytes, extras: Extras, new: NewPages) -> None:
@@ -261,8 +273,8 @@ class RadixTree(TreeStructure):
             if offset == 0:
                 self.child_index.add(self._node_hash(node), node)
         if back:  # last, as it can't fail; the ghosts may have moved
-            keys = [new.keys[page * KEY_BYTES : (page + 1) * KEY_BYTES] for page in range(back)]
-            self._revive(np.array([self.pages.find_any(key) for key in keys], np.int32), _rows(new, 0, back))
+            last = self.pages.find_any(new.keys[(back - 1) * KEY_BYTES : back * KEY_BYTES])
+            self._revive(self.path_slots(self.path_to(last), base.pages), _rows(new, 0, back))
 
     def insert_below(self, parent_key: bytes, new: NewPages, labels: tuple[bytes, bytes] | None) -> bool:
         """Add a run read from a journal below the page `parent_key`; False if that page is not in the tree.

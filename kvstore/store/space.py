@@ -15,7 +15,7 @@ from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange, namespace_digest
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
-from kvstore.radix.pages import DURABLE, GHOST, Slots
+from kvstore.radix.pages import DURABLE, Slots
 from kvstore.radix.tree import EMPTY_PATH, Extras, NewPages, Path, RadixTree, Removed
 from kvstore.radix.usefulness import useless_parts
 from kvstore.store.session_ends import SessionEnds
@@ -239,13 +239,8 @@ class Space:
 
     def forget_ghosts(self, count: int) -> None:
         """Remove at least `count` ghosts for good, the coldest first, if there are so many."""
-        if count <= 0:
-            return
-        pages = self.tree.pages
-        for key in [pages.key_bytes(slot) for slot in self.tree.coldest(self.tree.ghost_slots(), count).tolist()]:
-            slot = pages.find_any(key)  # each removal may move others, or take them along
-            if slot >= 0 and pages.flags[slot] & GHOST:
-                self.tree.remove(slot)
+        if count > 0:
+            self.tree.forget_ghosts(count)
 
     def drop_components(self, slot: int, components: int) -> None:
         """Take optional components (a mask) from a page, and what that makes useless from the pages around it."""

@@ -1,0 +1,84 @@
+"""kvstore's own records (`kvstore serve --record`)."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.hints import Ended, Hints, Turn
+from kvstore.lab.readers.lines import BadTrace, Lines, checked_time
+from kvstore.lab.trace import Op, Trace, TraceBuilder, TraceSpace
+from kvstore.trace_record import FORMAT, VERSION, Header, NamespaceLine, UseLine, decode_ids, decode_line
+from kvstore.trace_record import Hints as LineHints
+
+_OPS = {"request": Op.REQUEST, "get": Op.GET, "put": Op.PUT, "abandon": Op.ABANDON}
+
+
+_ENDED = {"tool_use": Ended.TOOL_CALL, "end_turn": Ended.END_TURN, "subagent_done": Ended.SUBAGENT_DONE}
+
+
+@dataclass(slots=True)
+class _Reader:
+    builder: TraceBuilder
+    numbers: dict[int, int] = field(default_factory=dict)
+    last: float = 0.0
+    headed: bool = False
+
+    def take(self, line: bytes) -> bool:
+        found = decode_line(line)
+        if isinstance(found, Header):
+            self._header(found)
+        elif isinstance(found, NamespaceLine):
+            self._namespace(found)
+        else:
+            self._use(found)
+        return True
+
+    def _header(self, header: Header) -> None:
+        if self.headed:
+            raise ValueError("a second header")
+        if header.format != FORMAT or header.version != VERSION:
+            raise BadTrace(
+                f"a trace of format {header.format!r}, version {header.version}: this kvstore reads {FORMAT!r}, version {VERSION}"
+            )
+        self.headed = True
+
+    def _namespace(self, line: NamespaceLine) -> None:
+        if line.ns in self.numbers:
+            raise ValueError(f"namespace {line.ns} is there twice")
+        if line.page_tokens <= 0 or not 0 <= line.bytes_per_token < 1e12:
+            raise ValueError(f"namespace {line.ns} has pages of {line.page_tokens} tokens of {line.bytes_per_token} bytes")
+        self.numbers[line.ns] = len(self.builder.spaces)
+        self.builder.spaces.append(TraceSpace(line.page_tokens, line.bytes_per_token))
+
+    def _use(self, line: UseLine) -> None:
+        if line.ns not in self.numbers:
+            raise ValueError(f"namespace {line.ns} is used before the line that describes it")
+        space = self.numbers[line.ns]
+        size = self.builder.spaces[space].page_tokens
+        time = checked_time(line.t, self.last)
+        pages = decode_ids(line.pages)
+        if line.tokens <= 0 or not len(pages) * size <= line.tokens:
+            raise ValueError(f"a prompt of {line.tokens} tokens in {len(pages)} whole pages of {size}")
+        if line.op == "abandon" and not 0 <= line.first <= len(pages):
+            raise ValueError(f"pages from {line.first} on of {len(pages)} are abandoned")
+        self.builder.add(
+            time, pages, size, line.tokens, space=space, scope=space, op=_OPS[line.op], first=line.first, hints=_hints(line.hints)
+        )
+        self.last = time
+
+
+def read_recorded(path: Path, lines: Lines) -> Trace:
+    """All uses. A prompt shorter than a page is a request without pages."""
+    reader = _Reader(TraceBuilder(path.name))
+    for _ in lines.parsed(reader.take):
+        pass
+    reader.builder.skipped = lines.skipped
+    return reader.builder.build()
+
+
+def _hints(said: LineHints | None) -> Hints | None:
+    """What a line says of its request, as a policy is told."""
+    if said is None:
+        return None
+    turn = None if said.role is None else Turn.SUB_AGENT if said.role == "subagent" else Turn.MAIN
+    session = b"" if said.session is None else str(said.session).encode()
+    return Hints(session, turn, _ENDED.get(said.end or ""), said.ttl_s or 0.0)

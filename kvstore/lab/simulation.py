@@ -1,0 +1,206 @@
+"""Replaying a trace against the real tree and policies, on the trace's own clock.
+
+A request looks its prompt up: a hit is the longest prefix whose pages are each in DRAM or on SSD. Then all its pages are used, the deepest
+first, and are in DRAM: those on SSD are promoted (the copy on SSD stays), those that were lost or new are computed. What leaves DRAM is
+written to SSD, if that policy admits it and no copy is there; what leaves both becomes a ghost.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.digests import KEY_BYTES
+from kvstore.hints import NO_HINTS
+from kvstore.lab.tiers import DRAM, SSD, LabSpace, Tier, columns_of, specs_of
+from kvstore.lab.trace import Op, Trace
+from kvstore.radix.leaf_first import raised
+from kvstore.radix.pages import Slots
+from kvstore.radix.structure import NewPages
+from kvstore.radix.tree import Path, RadixTree
+from kvstore.tiers.policies import Policy, Use
+
+_WORD = 4
+_VERSION = bytes(16)
+_PROGRESS_STEP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LabConfig:
+    """Sizes in bytes. `batch` is the share of a tier that leaves at once, `max_ghosts` as in the daemon's configuration."""
+
+    dram_bytes: int
+    ssd_bytes: int = 0
+    batch: float = 0.01
+    max_ghosts: int = 200_000
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened: by request the pages hit in DRAM and on SSD (of a hit, some may be in one and some in the other), and totals."""
+
+    hit_pages: npt.NDArray[np.int64]
+    ssd_pages: npt.NDArray[np.int64]
+    ssd_last: npt.NDArray[np.bool_]
+    """Whether the last page of the hit was on SSD only."""
+    ssd_written_bytes: int = 0
+    seconds: float = 0.0
+    ghosts: int = 0
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One run of one policy. `dram` and `ssd` may be one object."""
+
+    trace: Trace
+    page_bytes: list[int]
+    config: LabConfig
+    dram: Policy
+    ssd: Policy
+    spaces: list[LabSpace] = field(init=False)
+    outcome: Outcome = field(init=False)
+    _tiers: dict[int, Tier] = field(init=False)
+    _policies: dict[int, Policy] = field(init=False)
+    _count_children: bool = field(init=False)
+    _tick: int = 0
+
+    def __post_init__(self) -> None:
+        self._policies = {DRAM: self.dram, SSD: self.ssd}
+        self._count_children = self.dram.counts_children or self.ssd.counts_children
+        specs = specs_of(self._policies)
+        counts = np.bincount(self.trace.page_space(), minlength=len(self.trace.spaces)).tolist()
+        self.spaces = []
+        for number, (count, size) in enumerate(zip(counts, self.page_bytes, strict=True)):
+            tree = RadixTree(number.to_bytes(KEY_BYTES, "big"), 1, count + 1, kept=specs)
+            space = LabSpace(tree, size)
+            space.columns = {tier: columns_of(tree, self._policies, tier) for tier in self._policies}
+            self.spaces.append(space)
+        self._tiers = {
+            DRAM: Tier(DRAM, self.config.dram_bytes, self.dram, self.spaces, self.config.batch),
+            SSD: Tier(SSD, self.config.ssd_bytes, self.ssd, self.spaces, self.config.batch),
+        }
+        count = len(self.trace)
+        self.outcome = Outcome(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.bool_))
+
+    def run(self, progress: Callable[[int], None] = lambda _: None) -> Outcome:
+        """Replay all requests; `progress` is told now and then how many are done."""
+        trace = self.trace
+        labels = trace.pages.tobytes()
+        requests = zip(
+            trace.starts.tolist(), trace.ends.tolist(), trace.times.tolist(), trace.space.tolist(), trace.op.tolist(), strict=True
+        )
+        for number, (start, end, now, space, op) in enumerate(requests):
+            tokens = labels[start * _WORD : end * _WORD]
+            if op == Op.ABANDON:
+                self._abandon(self.spaces[space], tokens, int(trace.first[number]), now)
+            elif tokens:
+                self._request(number, self.spaces[space], tokens, op, now)
+            if not number % _PROGRESS_STEP:
+                progress(number)
+        self.outcome.ghosts = sum(space.tree.ghost_count for space in self.spaces)
+        progress(len(trace))
+        return self.outcome
+
+    def _request(self, number: int, space: LabSpace, tokens: bytes, op: int, now: float) -> None:
+        tree = space.tree
+        known = tree.match_with_ghosts(tokens)
+        slots = tree.path_slots(known)
+        place = space.place[slots]
+        hits = known.pages if place.all() else int(place.argmin())
+        if op != Op.PUT:
+            on_ssd = (place[:hits] & DRAM) == 0
+            self.outcome.hit_pages[number] = hits
+            self.outcome.ssd_pages[number] = int(on_ssd.sum())
+            self.outcome.ssd_last[number] = hits > 0 and bool(on_ssd[-1])
+        path = known
+        if op == Op.GET:
+            path, slots, place = tree.shorten(known, hits), slots[:hits], place[:hits]
+        elif hits * _WORD < len(tokens):
+            path = self._bring(tree, tree.shorten(known, hits), tokens, hits)
+            slots = tree.path_slots(path)
+            place = space.place[slots]
+        self._use(number, space, path, slots, place, min(hits, path.pages), known.pages, now)
+
+    def _bring(self, tree: RadixTree, there: Path, tokens: bytes, hits: int) -> Path:
+        """Put the pages after the first `hits` into the tree. Returns the whole path."""
+        count = len(tokens) // _WORD - hits
+        keys = np.zeros((count, KEY_BYTES), np.uint8)
+        keys[:, :_WORD] = np.frombuffer(tokens, np.uint8, offset=hits * _WORD).reshape(count, _WORD)
+        tree.extend(there, tokens[hits * _WORD :], {}, NewPages(keys.tobytes(), _VERSION, np.empty((count, 0), np.int32), ()))
+        return tree.match(tokens)
+
+    def _use(
+        self, number: int, space: LabSpace, path: Path, slots: Slots, place: npt.NDArray[np.uint8], hits: int, known: int, now: float
+    ) -> None:
+        if not len(slots):
+            return
+        self._tick += 1
+        space.tree.touch(slots, self._tick)
+        size = self.trace.spaces[int(self.trace.space[number])].page_tokens
+        children = children_of(space.tree, path) if self._count_children else np.ones(len(slots), np.int32)
+        use = Use(slots, hits, min(known, len(slots)), now, children, size, self.trace.hints[number] or NO_HINTS)
+        self.dram.used(space.columns[DRAM], use)
+        if self.ssd is not self.dram and self.config.ssd_bytes:
+            self.ssd.used(space.columns[SSD], use)
+        missing = slots[(place & DRAM) == 0]
+        if len(missing):
+            self._tiers[DRAM].enter(space, missing, now)
+            self._tiers[DRAM].shrink(now, lambda where, gone: self._demote(where, gone, now))
+
+    def _demote(self, space: LabSpace, slots: Slots, now: float) -> None:
+        """Pages left DRAM: write them to SSD, or give them up."""
+        lost = slots[(space.place[slots] & SSD) == 0]
+        if self.config.ssd_bytes and len(lost):
+            lost = np.sort(lost)
+            admitted = self._admitted(space, lost, now)
+            self._tiers[SSD].enter(space, lost[admitted], now)
+            self.outcome.ssd_written_bytes += int(admitted.sum()) * space.page_bytes
+            lost = lost[~admitted]
+            self._tiers[SSD].shrink(now, lambda where, gone: self._give_up(where, gone, now))
+        self._give_up(space, lost, now)
+
+    def _admitted(self, space: LabSpace, slots: Slots, now: float) -> npt.NDArray[np.bool_]:
+        """Which pages are written to SSD: those that the policy admits, and all above what is there or admitted."""
+        wanted = self.ssd.admits([self._tiers[SSD].pages(space, slots)], now)
+        if wanted.all():
+            return wanted
+        there = np.union1d(slots, self._tiers[SSD].resident(space)).astype(np.int32)
+        kept = (space.place[there] & SSD) != 0
+        kept[np.searchsorted(there, slots)] = wanted
+        return raised(space.tree, there, kept)[np.searchsorted(there, slots)]
+
+    def _give_up(self, space: LabSpace, slots: Slots, now: float) -> None:
+        """Pages that are in no tier any more become ghosts."""
+        gone = slots[space.place[slots] == 0]
+        if not len(gone):
+            return
+        tree = space.tree
+        tree.bury_many(gone)
+        surplus = tree.ghost_count - self.config.max_ghosts
+        if surplus > 0:
+            surplus += self.config.max_ghosts // 16
+            for tier, policy in self._each_policy():
+                policy.forgotten(space.columns[tier], tree.coldest(tree.ghost_slots(), surplus), now)
+            tree.forget_ghosts(surplus)
+
+    def _each_policy(self) -> list[tuple[int, Policy]]:
+        """Each policy once."""
+        return list(self._policies.items())[: 1 if self.dram is self.ssd else 2]
+
+    def _abandon(self, space: LabSpace, tokens: bytes, first: int, now: float) -> None:
+        slots = space.tree.path_slots(space.tree.match(tokens), first)
+        for tier, policy in self._each_policy() if len(slots) else ():
+            policy.abandoned(space.columns[tier], slots, now)
+
+
+def children_of(tree: RadixTree, path: Path) -> npt.NDArray[np.int32]:
+    """How many different pages follow on each page of a path."""
+    found = np.ones(path.pages, np.int32)
+    depth, children = tree.nodes.depth, tree.nodes.children
+    ends = [depth[node] for node in path.nodes[1:]]
+    found[np.array(ends, np.int64) - 1] = [children[node] for node in path.nodes[:-1]]
+    last = path.nodes[-1]
+    if path.tail == tree.nodes.count[last]:
+        found[-1] = children[last]
+    return found

@@ -1,0 +1,96 @@
+"""The leaf-first rule: whoever evicts by value must not take a page before what is below it.
+
+A page is worth at least what the pages below it are worth, as they are useless without it. Raised so, and with the least recent and
+deepest first among equals, the least valuable k pages never include one with a descendant outside them.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.radix.pages import Slots
+from kvstore.radix.structure import ROOT, TreeStructure
+
+_Values = npt.NDArray[Any]
+"""Of any type that has an order."""
+
+
+def raised(tree: TreeStructure, slots: Slots, values: _Values) -> _Values:
+    """`values`, each raised to the highest among the page's descendants in `slots` (ascending, without repeats)."""
+    if not len(slots):
+        return values
+    owner = tree.pages.node[slots]
+    first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
+    values = _raised_in_runs(values, first)
+    length = np.diff(np.append(first, len(slots)))
+    below = _best_below(tree, owner[first], values[first], values[first + length - 1])
+    return values if below is None else _higher(values, np.repeat(below, length))
+
+
+def _raised_in_runs(values: _Values, first: npt.NDArray[np.int64]) -> _Values:
+    """Each value as the highest from itself to the end of its run; `first` is where runs begin. By doubling steps."""
+    inside = np.ones(len(values), np.bool_)
+    inside[first[1:] - 1] = inside[-1] = False
+    if not (inside[:-1] & (values[1:] > values[:-1])).any():
+        return values
+    end = np.repeat(np.append(first[1:], len(values)), np.diff(np.append(first, len(values))))
+    longest, step = int(np.diff(np.append(first, len(values))).max()), 1
+    values = values.copy()
+    index = np.arange(len(values))
+    while step < longest:
+        reach = index[:-step][index[step:] < end[:-step]] if step < len(values) else index[:0]
+        values[reach] = np.maximum(values[reach], values[reach + step])
+        step *= 2
+    return values
+
+
+def _best_below(tree: TreeStructure, nodes: Slots, top: _Values, bottom: _Values) -> _Values | None:
+    """For each node the highest value in the nodes below it, or `bottom` if that is higher; None if it is so for all.
+
+    `top` and `bottom` are the highest and the lowest value of each node's own.
+    """
+    parent_of = np.asarray(tree.nodes.parent)
+    place = np.full(tree.nodes.slots.high, -1, np.int64)
+    place[nodes] = np.arange(len(nodes))
+    above = parent_of[nodes]
+    while (gaps := np.flatnonzero((above > ROOT) & (place[above] < 0))).size:  # nodes with no page among the slots
+        above[gaps] = parent_of[above[gaps]]
+    inner = np.flatnonzero(above > ROOT)
+    up = place[above]
+    moving = inner[top[inner] > bottom[up[inner]]]
+    if not len(moving):
+        return None
+    below, best = bottom.copy(), top.copy()
+    while len(moving):
+        np.maximum.at(below, up[moving], best[moving])
+        moving = np.unique(up[moving])
+        best[moving] = np.maximum(best[moving], below[moving])
+        moving = moving[above[moving] > ROOT]
+        moving = moving[best[moving] > below[up[moving]]]
+    return below
+
+
+def _higher(one: _Values, other: _Values) -> _Values:
+    found: _Values = np.maximum(one, other)
+    return found
+
+
+def depth_of(tree: TreeStructure, slots: Slots) -> npt.NDArray[np.int64]:
+    """How many pages are above each."""
+    owner = tree.pages.node[slots]
+    depth, start = np.asarray(tree.nodes.depth)[owner], np.asarray(tree.nodes.start)[owner]
+    found: npt.NDArray[np.int64] = depth.astype(np.int64) + slots - start
+    return found
+
+
+def least(values: _Values, count: int) -> npt.NDArray[np.int64]:
+    """The places of the `count` least values and of all that equal the highest of them, in no order. See `in_order`."""
+    if count >= len(values):
+        return np.arange(len(values))
+    return np.flatnonzero(values <= np.partition(values, count - 1)[count - 1]) if count > 0 else np.empty(0, np.int64)
+
+
+def in_order(values: _Values, recency: npt.NDArray[np.int64], depth: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The places of values, the least first; of equals the least recent first, and of those the deepest."""
+    return np.lexsort((-depth, recency, values))

@@ -1,0 +1,15 @@
+"""Leaf-LRU: the least recently used goes first, and of one use the deepest page."""
+
+from collections.abc import Sequence
+
+from kvstore.tiers.policies.policy import Pages, Policy, Values, gather
+
+
+class LeafLRU(Policy):
+    """Needs nothing but the tree's own recency."""
+
+    leaf_first = True
+
+    def values(self, batch: Sequence[Pages], wanted: int, now: float) -> Values:
+        """The order of last use."""
+        return gather(batch, "recency")

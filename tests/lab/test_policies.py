@@ -1,0 +1,79 @@
+"""The policies in the lab against plain models that take a page at a time."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.lab.simulation import LabConfig, Simulation
+from kvstore.lab.trace import Trace
+from kvstore.tiers.policies.make import make_policies
+from tests.lab.models import ARCModel, LRUModel, Model, S3FIFOModel
+from tests.lab.traces import Prompt, trace_of
+
+MODELS: dict[str, Callable[[int], Model]] = {"lru": LRUModel, "arc": ARCModel, "s3fifo": S3FIFOModel}
+
+
+def run(trace: Trace, name: str, capacity: int, *, batch: float = 0.0) -> list[int]:
+    simulation = Simulation(trace, [1] * len(trace.spaces), LabConfig(capacity, batch=batch), *make_policies(name, capacity, 1))
+    hits: list[int] = simulation.run().hit_pages.tolist()
+    return hits
+
+
+def skewed(seed: int, count: int, pages: int) -> list[Prompt]:
+    """Prompts of one page each, some far more often than others, with scans in between."""
+    rng = np.random.default_rng(seed)
+    drawn = np.minimum(rng.zipf(1.3, count), pages)
+    scan = rng.random(count) < 0.3
+    return [(int(1000 + n) if s else int(d),) for n, (d, s) in enumerate(zip(drawn, scan, strict=True))]
+
+
+@pytest.mark.parametrize("capacity", [1, 10, 37])
+@pytest.mark.parametrize("name", MODELS)
+def test_single_pages_fare_as_in_the_model(name: str, capacity: int) -> None:
+    prompts = skewed(7, 1500, 200)
+    model = MODELS[name](capacity)
+    assert run(trace_of(prompts), name, capacity) == [int(model.use(prompt[0:1])) for prompt in prompts]
+
+
+prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), min_size=1, max_size=30)
+
+
+@settings(max_examples=50, deadline=None)
+@given(prompts, st.integers(1, 12))
+def test_leaf_lru_is_lru_with_the_deepest_used_first(requests: list[Prompt], capacity: int) -> None:
+    used: dict[Prompt, tuple[int, int]] = {}
+    wanted = []
+    for number, prompt in enumerate(requests):
+        path = [prompt[: length + 1] for length in range(len(prompt))]
+        wanted.append(next((n for n, page in enumerate(path) if page not in used), len(path)))
+        used.update({page: (number, -len(page)) for page in path})
+        for page in sorted(used, key=lambda page: used[page])[: max(0, len(used) - capacity)]:
+            del used[page]
+    assert run(trace_of(requests), "lru", capacity) == wanted
+
+
+@settings(max_examples=30, deadline=None)
+@given(prompts, st.integers(1, 12), st.integers(0, 20), st.sampled_from(list(MODELS)), st.sampled_from([0.0, 0.3]))
+def test_the_tree_and_the_tiers_stay_sound(requests: list[Prompt], dram: int, ssd: int, name: str, batch: float) -> None:
+    """No page is without the one above it, nobody holds more than it may, and the tree's own checks pass."""
+    trace = trace_of(requests, spaces=[sum(prompt) % 2 for prompt in requests])
+    config = LabConfig(dram, ssd, batch, max_ghosts=5)
+    simulation = Simulation(trace, [1] * len(trace.spaces), config, *make_policies(name, dram, ssd))
+    outcome = simulation.run()
+    assert (outcome.hit_pages <= np.diff(np.append(0, trace.ends))).all()
+    assert (outcome.ssd_pages <= outcome.hit_pages).all()
+    for space in simulation.spaces:
+        tree, place = space.tree, space.place
+        assert tree.ghost_count <= 5
+        for slot in tree.live_slots().tolist():
+            assert place[slot]
+            path = tree.path_slots(tree.path_to(slot))
+            assert place[path].all()
+        assert not place[tree.ghost_slots()].any()
+    held = np.concatenate([space.place[space.tree.live_slots()] for space in simulation.spaces])
+    assert (held & 1).astype(bool).sum() <= dram
+    assert (held & 2).astype(bool).sum() <= ssd
+    assert held.size == sum(space.tree.page_count for space in simulation.spaces)
