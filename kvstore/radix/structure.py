@@ -60,6 +60,8 @@ class NewPages:
 class Removed:
     """What a removal took out: the blobs of all parts, with repeats; the keys of durable pages, and the blobs their records name."""
 
+    slots: list[Slots] = field(default_factory=list)
+    """Where the pages are, if they are ghosts now."""
     blobs: list[Slots] = field(default_factory=list)
     durable_keys: list[bytes] = field(default_factory=list)
     durable_blobs: list[Slots] = field(default_factory=list)
@@ -329,6 +331,7 @@ class TreeStructure:
             raise AssertionError("a leased page was about to be removed")
         slots = slots[(pages.flags[slots] & GHOST) == 0]
         _, part = self.parts.of(pages.part[slots])
+        removed.slots.append(slots)
         removed.blobs.append(self.parts.blob[part])
         removed.durable_blobs.append(self.parts.blob[part[self.parts.durable[part]]])
         removed.durable_keys += [pages.key_bytes(s) for s in slots[(pages.flags[slots] & DURABLE) != 0].tolist()]

@@ -1,7 +1,7 @@
-"""Who may go: what can be evicted from DRAM and from SSD, coldest first, as units of a page and some of its components.
+"""Who may go: what can be evicted from DRAM and from SSD, the least valuable first, as units of a page and some of its components.
 
-A page's required components are one unit, with the recency of the page. Each optional component is a unit of its own, as old as
-the last use of a boundary that needed it: a window part behind every boundary in use goes long before its page.
+A page's required components are one unit, of the value that the policy gives to the page. Each optional component is a unit of its own, as
+old as the last use of a boundary that needed it: a window part behind every boundary in use goes long before its page.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.radix.leaf_first import least
 from kvstore.radix.pages import DURABLE, Slots
 from kvstore.store.space import WANTED, Space
 from kvstore.tiers.blobs import NO_SLOT
+from kvstore.tiers.policies import Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Unit:
     components: int
     recency: int
     nbytes: int
+    value: float
 
     @property
     def required(self) -> bool:
@@ -33,33 +36,55 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """Candidates as columns: page slot, group (0 for the required components, then the optional ones), recency and bytes."""
+    """Candidates as columns: page slot, group (0 for the required components, then the optional ones), recency, bytes and value."""
 
     slot: Slots
     group: npt.NDArray[np.int64]
     recency: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
+    value: Values
 
-    def coldest(self, count: int) -> "_Units":
-        """The `count` coldest, in that order."""
-        order = np.arange(len(self.slot))
-        if count < len(order):
-            order = np.argpartition(self.recency, count)[:count]
-        order = order[np.argsort(self.recency[order], kind="stable")]
-        return _Units(self.slot[order], self.group[order], self.recency[order], self.nbytes[order])
+    def least(self, count: int) -> "_Units":
+        """The `count` least valuable, in that order; of equals the coldest first."""
+        places = least(self.value, count)
+        places = places[np.lexsort((self.recency[places], self.value[places]))[:count]]
+        return _Units(self.slot[places], self.group[places], self.recency[places], self.nbytes[places], self.value[places])
 
 
-def dram_victims(spaces: list[Space], wanted: int, *, only_written: bool = False) -> list[Unit]:
-    """The coldest unleased units of all namespaces that together hold `wanted` bytes in DRAM, coldest first.
+Worth = Callable[[list[tuple[Space, Slots]], int], list[Values]]
+"""What keeping pages (ascending slots by namespace) in a tier is worth, given how many are likely to go: the least goes first."""
+
+
+def _valued(each: list[tuple[Space, _Units]], wanted: int, worth: Worth) -> list[tuple[Space, _Units]]:
+    """Give units their values: to the required components that of the page.
+
+    An optional one is worth as much, among the pages, as its own recency is recent among theirs.
+    """
+    if not each:
+        return []
+    likely = -(-wanted // min(int(units.nbytes.min()) for _, units in each))
+    slots = [np.unique(units.slot) for _, units in each]
+    values = worth([(space, own) for (space, _), own in zip(each, slots, strict=True)], likely)
+    found = []
+    for (space, units), own, value in zip(each, slots, values, strict=True):
+        at = value[np.searchsorted(own, units.slot)]
+        part = units.group > 0
+        if part.any():
+            rank = np.searchsorted(np.sort(space.tree.pages.recency[own]), units.recency[part])
+            at[part] = np.sort(value)[np.minimum(rank, len(own) - 1)]
+        found.append((space, _Units(units.slot, units.group, units.recency, units.nbytes, at)))
+    return found
+
+
+def dram_victims(spaces: list[Space], wanted: int, worth: Worth, *, only_written: bool = False) -> list[Unit]:
+    """The least valuable unleased units of all namespaces that together hold `wanted` bytes in DRAM, the least first.
 
     With `only_written`, only of pages that are on SSD as they are.
     """
-    found: list[Unit] = []
-    for space in spaces:
-        units = _in_dram(space, only_written=only_written)
-        if len(units.slot):
-            found += _listed(space, units.coldest(-(-wanted // int(units.nbytes.min()))))
-    found.sort(key=lambda unit: unit.recency)
+    each = [(space, _in_dram(space, only_written=only_written)) for space in spaces]
+    valued = _valued([(space, units) for space, units in each if len(units.slot)], wanted, worth)
+    found = [unit for space, units in valued for unit in _listed(space, units.least(-(-wanted // int(units.nbytes.min()))))]
+    found.sort(key=lambda unit: (unit.value, unit.recency))
     total = 0
     for number, unit in enumerate(found):
         if total >= wanted:
@@ -90,13 +115,15 @@ def _units(space: Space, slots: Slots, owner: Slots, part: Slots, nbytes: npt.ND
     np.add.at(sizes, (owner, group_of[tree.parts.component[part]]), nbytes)
     page, group = np.nonzero(sizes)
     recency = np.stack([tree.pages.recency[slots], *(column[slots] for column in tree.pages.part_recency)], axis=1)
-    return _Units(slots[page], group, recency[page, group], sizes[page, group])
+    return _Units(slots[page], group, recency[page, group], sizes[page, group], recency[page, group])
 
 
 def _listed(space: Space, units: _Units) -> list[Unit]:
     masks = [space.tree.rules.required, *(rule.bit for rule in space.tree.rules.optional)]
-    columns = zip(units.slot.tolist(), units.group.tolist(), units.recency.tolist(), units.nbytes.tolist(), strict=True)
-    return [Unit(space, space.tree.pages.key_bytes(slot), masks[group], recency, size) for slot, group, recency, size in columns]
+    columns = zip(
+        units.slot.tolist(), units.group.tolist(), units.recency.tolist(), units.nbytes.tolist(), units.value.tolist(), strict=True
+    )
+    return [Unit(space, space.tree.pages.key_bytes(slot), masks[group], *rest) for slot, group, *rest in columns]
 
 
 def free_dram(unit: Unit) -> int:
@@ -126,8 +153,8 @@ def drop(unit: Unit) -> None:
         space.drop_components(slot, unit.components)
 
 
-def evict_ssd(space: Space, wanted: int, now: float, footprint: Callable[[int], int]) -> int:
-    """Give up the coldest durable units of a namespace until `wanted` bytes on SSD will be free. Returns the bytes.
+def evict_ssd(space: Space, wanted: int, now: float, footprint: Callable[[int], int], worth: Worth) -> int:
+    """Give up the least valuable durable units of a namespace until `wanted` bytes on SSD will be free. Returns the bytes.
 
     Pages that are leased, retained or wanted stay. `footprint` says what a stored form takes up on SSD.
     """
@@ -139,10 +166,13 @@ def evict_ssd(space: Space, wanted: int, now: float, footprint: Callable[[int], 
     named = tree.parts.durable[part]
     units = _units(space, slots, owner[named], part[named], space.blobs.stored_of(tree.parts.blob[part[named]]))
     # Usually a few do; but pages that share their blobs free nothing until the last of them goes.
+    if not len(units.slot):
+        return 0
     likely = min(64 + 4 * wanted // max(1, footprint(space.spec.page_bytes)), len(units.slot))
+    ((_, units),) = _valued([(space, units)], likely * int(units.nbytes.min()), worth)
     freed = 0
     for count in (likely, len(units.slot)) if space.blobs.count < tree.parts.slots.used else (likely,):
-        for unit in _listed(space, units.coldest(count)):
+        for unit in _listed(space, units.least(count)):
             if freed >= wanted:
                 return freed
             freed += _give_up_on_ssd(unit, footprint)

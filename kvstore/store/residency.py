@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvstore.errors import Busy, Corrupt, DiskFailing, KVStoreError, NoSpace, NotFound
+from kvstore.radix.pages import Slots
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
 from kvstore.store.quotas import Quotas, room_to_make
+from kvstore.store.replacement import DRAM, SSD, Replacement
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.store.vacate import Vacator
@@ -17,6 +21,7 @@ from kvstore.store.waits import finish_despite_cancel
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena, Room, SlotClass, make_segment
+from kvstore.tiers.policies import Values
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.watermarks import Watermarks
 
@@ -48,7 +53,7 @@ class Residency:
 
     def __init__(
         self, arena: Arena, blob_file: BlobFile, readers: Executor, spaces: Callable[[], Iterable[Space]],
-        stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas,
+        stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas, replacement: Replacement,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
@@ -59,6 +64,7 @@ class Residency:
         self._wait_s = wait_s
         self._vacator = vacator
         self._quotas = quotas
+        self._replacement = replacement
         self._own_room: dict[str, asyncio.Task[None]] = {}
         self._demand = 0
         self._wake = asyncio.Event()
@@ -334,17 +340,52 @@ class Residency:
 
     async def _reclaim(self, wanted: int, tenant: str | None = None) -> int:
         freed, pending = 0, []
-        for unit in dram_victims(self._of(tenant), wanted, only_written=not self.writeback.state.ok):
+        for unit in dram_victims(self._of(tenant), wanted, self._worth_in_dram, only_written=not self.writeback.state.ok):
             slot = unit.space.tree.pages.find_key(unit.key)
             if slot >= 0 and unit.space.is_durable(slot):
-                freed += free_dram(unit)
+                freed += self._free(unit, slot)
             elif slot >= 0:
                 pending.append(unit)
+        before = self._arena.usage().used
+        pending = self._drop_unwanted(pending)
+        freed += before - self._arena.usage().used
         for first in range(0, len(pending), 64):
             freed += await self._demote(pending[first : first + 64])
             await self.announce_room()
         self.writeback.poke()  # what was dropped is to be deleted
         return freed
+
+    def _free(self, unit: Unit, slot: int) -> int:
+        """Free what a unit has in DRAM, of a page that is on SSD. Returns the bytes."""
+        freed = free_dram(unit)
+        if freed and unit.required:
+            self._replacement.left(DRAM, unit.space, np.array([slot], np.int32))
+        return freed
+
+    def _drop_unwanted(self, units: list[Unit]) -> list[Unit]:
+        """Give up the units that are not worth writing to SSD. Returns the others."""
+        by_space: dict[int, list[Unit]] = {}
+        for unit in units:
+            by_space.setdefault(unit.space.number, []).append(unit)
+        kept: list[Unit] = []
+        for mine in by_space.values():
+            space = mine[0].space
+            slots = np.array([space.tree.pages.find_key(unit.key) for unit in mine], np.int32)
+            asked = np.unique(slots)
+            admitted = np.isin(slots, asked[self._replacement.admits(space, asked)])
+            for unit, wanted in zip(mine, admitted.tolist(), strict=True):
+                if wanted or not unit.required:
+                    kept.append(unit)
+                else:
+                    self._stats.refused_pages += 1
+                    drop(unit)
+        return kept
+
+    def _worth_in_dram(self, candidates: list[tuple[Space, Slots]], wanted: int) -> list[Values]:
+        return self._replacement.values(DRAM, candidates, wanted)
+
+    def _worth_on_ssd(self, candidates: list[tuple[Space, Slots]], wanted: int) -> list[Values]:
+        return self._replacement.values(SSD, candidates, wanted)
 
     async def _demote(self, units: list[Unit]) -> int:
         before = self._arena.usage().used
@@ -367,7 +408,7 @@ class Residency:
             if slot < 0 or unit.space.tree.pages.leases[slot]:
                 continue
             if unit.space.is_durable(slot):
-                free_dram(unit)
+                self._free(unit, slot)
             elif unit.space.number not in stay:
                 drop(unit)
         return before - self._arena.usage().used
@@ -383,5 +424,5 @@ class Residency:
         for space in spaces:
             if freed >= wanted:
                 break
-            freed += evict_ssd(space, wanted - freed, now, self._blob_file.footprint)
+            freed += evict_ssd(space, wanted - freed, now, self._blob_file.footprint, self._worth_on_ssd)
         return freed

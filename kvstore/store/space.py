@@ -4,13 +4,14 @@ Everything here is bookkeeping on the loop's thread: no await, no I/O. What has 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import ColumnSpec
 from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange, namespace_digest
 from kvstore.radix.components import ComponentRules
@@ -98,19 +99,47 @@ class Trash:
         return bool(self.records or self.blobs or self.outdated or self.namespaces)
 
 
+class Watcher(Protocol):
+    """Who is told where pages go, in the loop's thread. `specs` are the columns that it keeps beside those of the tree's pages."""
+
+    specs: Sequence[ColumnSpec]
+
+    def written(self, space: "Space", slot: int) -> None:
+        """A page is on SSD now."""
+        return
+
+    def unwritten(self, space: "Space", slot: int) -> None:
+        """A page is not on SSD any more."""
+        return
+
+    def buried(self, space: "Space", slots: Slots) -> None:
+        """Pages were given up in all tiers, and are ghosts now."""
+        return
+
+    def forgotten(self, space: "Space", slots: Slots) -> None:
+        """Ghosts are about to be removed for good."""
+        return
+
+
+class _Nobody(Watcher):
+    specs = ()
+
+
 class Space:
     """One namespace. `number` is its short name on this daemon's disk."""
 
     def __init__(
-        self, number: int, settings: NamespaceSettings, max_pages: int, arena: Arena, trash: Trash, stats: Stats, max_ghosts: int = 0
-    ) -> None:
+        self, number: int, settings: NamespaceSettings, max_pages: int, arena: Arena, trash: Trash, stats: Stats, max_ghosts: int = 0,
+        watcher: Watcher | None = None,
+    ) -> None:  # fmt: skip
         self.number = number
         self.settings = settings
         self.spec = settings.spec
         self.digest = settings.digest
         self.id = self.digest[:16].hex()
         self.max_ghosts = max_ghosts
-        self.tree = RadixTree(self.digest, self.spec.label_words, max_pages, ComponentRules.of(self.spec))
+        self._watcher = watcher or _Nobody()
+        self.tree = RadixTree(self.digest, self.spec.label_words, max_pages, ComponentRules.of(self.spec), self._watcher.specs)
         self.blobs = BlobTable(2 * max_pages)
         self.dropped = False
         self.loading = False
@@ -220,8 +249,11 @@ class Space:
         """Remove a page and its subtree from the tree, and what only they needed from the tiers. Returns pages removed."""
         path = self.tree.path_to(slot)
         above = self.tree.key_at(self.tree.shorten(path, path.pages - 1))
-        removed = self.tree.bury(slot) if ghosts and self.max_ghosts else self.tree.remove(slot)
+        removed = self.tree.bury(slot)
         self._give_up(removed)
+        if not (ghosts and self.max_ghosts):
+            self._watcher.forgotten(self, np.concatenate(removed.slots))
+            self.tree.remove(slot)
         self.stats.dropped_pages += removed.pages
         if self.tree.rules.optional and (at := self.tree.pages.find_key(above)) >= 0:
             self._drop_useless(self.tree.path_to(at))
@@ -234,12 +266,14 @@ class Space:
         np.subtract.at(self.blobs.pages, blobs, 1)
         np.subtract.at(self.blobs.durable_pages, np.concatenate(removed.durable_blobs), 1)
         self._trash.records += [(self.number, key) for key in removed.durable_keys]
+        self._watcher.buried(self, np.concatenate(removed.slots))
         for row in np.unique(blobs).tolist():
             self.settle(row)
 
     def forget_ghosts(self, count: int) -> None:
         """Remove at least `count` ghosts for good, the coldest first, if there are so many."""
         if count > 0:
+            self._watcher.forgotten(self, self.tree.coldest(self.tree.ghost_slots(), count))
             self.tree.forget_ghosts(count)
 
     def drop_components(self, slot: int, components: int) -> None:
@@ -272,6 +306,7 @@ class Space:
         """Record that a page's journal record is durable, and the bytes of the blob rows that it names."""
         parts = self.tree.parts
         self.tree.pages.flags[slot] |= DURABLE
+        self._watcher.written(self, slot)
         _, mine = parts.of(self.tree.pages.part[[slot]])
         fresh = mine[~parts.durable[mine] & np.isin(parts.blob[mine], named)]
         parts.durable[fresh] = True
@@ -332,6 +367,7 @@ class Space:
             return
         named = parts[tree.parts.durable[parts]]
         tree.pages.flags[slot] &= ~np.uint8(DURABLE)
+        self._watcher.unwritten(self, slot)
         tree.parts.durable[named] = False
         rows = tree.parts.blob[named]
         np.subtract.at(self.blobs.durable_pages, rows, 1)

@@ -29,6 +29,7 @@ class Stats:
     evicted_dram_pages: int = 0
     evicted_ssd_pages: int = 0
     dropped_pages: int = 0
+    refused_pages: int = 0
     dropped_parts: int = 0
     useless_parts: int = 0
     corrupt_blobs: int = 0

@@ -31,6 +31,7 @@ from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
 from kvstore.store.quotas import Quotas, SsdBudget
 from kvstore.store.recovery import LoadProgress, Recovery
+from kvstore.store.replacement import Replacement
 from kvstore.store.residency import Held, Residency
 from kvstore.store.scrub import Scrubber
 from kvstore.store.session_ends import SessionEnds
@@ -45,12 +46,15 @@ from kvstore.store.vacate import Vacator
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
 from kvstore.tiers.dram import Arena, SegmentUsage
+from kvstore.tiers.policies.make import make_policies
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.vacating import MoveBudget
 
 _log = logging.getLogger("kvstore.store")
 
 _SWEEP_S = 0.5
+_PAGE = 1 << 20
+"""Bytes of a page, as long as none is known: policies learn how many pages a tier holds when it is full."""
 _SETTLE_POLL_S = 0.001
 
 
@@ -71,6 +75,9 @@ class Store:
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
         self._clock = Clock()
         self.uses = Uses(self._clock.now, self.stats)
+        policies = make_policies(config.policy, config.dram_bytes // _PAGE, config.ssd_bytes // _PAGE)
+        self.replacement = Replacement(*policies, self._clock.now)
+        self.uses.observers.append(self.replacement)
         self._matching = Matching(self.leases, self.stats, self.uses)
         self._spaces = Spaces()
         self.quotas = Quotas(config.quotas)
@@ -140,7 +147,7 @@ class Store:
         budget = MoveBudget(config.move_share, config.dram_bytes // 20, config.dram_bytes // 8)
         self._residency = Residency(
             self._arena, self._blob_file, self._readers, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
-            Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas,
+            Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas, self.replacement,
         )  # fmt: skip
         self._writeback = Writeback(
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
@@ -222,7 +229,9 @@ class Store:
     # --- namespaces ----------------------------------------------------------------------------------------------------
 
     def _new_space(self, number: int, settings: NamespaceSettings) -> Space:
-        space = Space(number, settings, self.config.max_pages, self._arena, self._trash, self.stats, self.config.max_ghosts)
+        space = Space(
+            number, settings, self.config.max_pages, self._arena, self._trash, self.stats, self.config.max_ghosts, self.replacement
+        )
         space.end_holds = self._end_holds
         space.ends = SessionEnds(self.config.max_sessions)
         return space

@@ -12,6 +12,7 @@ from kvstore.radix.pages import Slots
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.check import check
 from kvstore.store.eviction import dram_victims
+from kvstore.store.replacement import DRAM
 from kvstore.store.session_ends import Line, SessionEnds
 from kvstore.store.uses import Asked, Use
 from tests.store.test_store import OWNER, PARTS, SPEC, Prefix, config, put, settings_named, tokens_of
@@ -50,10 +51,11 @@ async def turn(store: Store, space: Space, prefix: Prefix, hints: Hints, version
         await put(store, space, prefix, version, first=there, hints=hints)
 
 
-def first_to_go(space: Space, pages: int) -> set[bytes]:
+def first_to_go(store: Store, space: Space, pages: int) -> set[bytes]:
     """The keys of so many pages that would go first if room were wanted."""
     found: list[bytes] = []
-    for unit in dram_victims([space], 1 << 40):
+    worth = store.replacement.values
+    for unit in dram_victims([space], 1 << 40, lambda candidates, wanted: worth(DRAM, candidates, wanted)):
         if unit.key not in found:
             found.append(unit.key)
     return set(found[:pages])
@@ -70,7 +72,7 @@ async def test_after_a_compaction_the_abandoned_pages_go_before_any_page_of_a_li
     await turn(store, space, OLD, A)
     await turn(store, space, COMPACTED, A)
     assert (store.stats.compactions, store.stats.abandoned_pages) == (1, 17)
-    assert first_to_go(space, 17) == keys(space, OLD, 3)
+    assert first_to_go(store, space, 17) == keys(space, OLD, 3)
 
 
 async def test_a_compaction_shows_at_the_match_before_anything_is_put(store: Store, space: Space) -> None:
@@ -90,7 +92,7 @@ async def test_what_another_session_was_last_at_stays(store: Store, space: Space
     assert store.stats.abandoned_pages == 12, "not the first eight pages"
     await turn(store, space, (60, 61), B)
     assert store.stats.abandoned_pages == 12 + 14, "B has left them too: of all this only what C was at is of use"
-    assert first_to_go(space, 14) == keys(space, OLD, 6)
+    assert first_to_go(store, space, 14) == keys(space, OLD, 6)
 
 
 async def test_a_session_that_branched_off_keeps_all_before_it(store: Store, space: Space) -> None:
@@ -98,7 +100,7 @@ async def test_a_session_that_branched_off_keeps_all_before_it(store: Store, spa
     await turn(store, space, (*OLD[:18], 80, 81), B)
     await turn(store, space, COMPACTED, A)
     assert store.stats.abandoned_pages == 2
-    assert first_to_go(space, 2) == keys(space, OLD, 18)
+    assert first_to_go(store, space, 2) == keys(space, OLD, 18)
 
 
 async def test_its_own_earlier_branches_go_with_it(store: Store, space: Space) -> None:
@@ -106,7 +108,7 @@ async def test_its_own_earlier_branches_go_with_it(store: Store, space: Space) -
     await turn(store, space, OLD, A)
     await turn(store, space, COMPACTED, A)
     assert store.stats.abandoned_pages == 19
-    assert first_to_go(space, 19) == keys(space, OLD, 3) | keys(space, (*OLD[:10], 80, 81), 10)
+    assert first_to_go(store, space, 19) == keys(space, OLD, 3) | keys(space, (*OLD[:10], 80, 81), 10)
 
 
 @pytest.mark.parametrize("other", [NO_HINTS, Hints("a", Turn.SUB_AGENT), Hints("b", Turn.SUB_AGENT)])
@@ -156,7 +158,7 @@ async def test_pages_evicted_meanwhile_do_not_hide_a_compaction(store: Store, sp
     space.remove_page(int(space.tree.path_slots(space.tree.match(tokens_of(OLD)))[12]))
     await turn(store, space, COMPACTED, A)
     assert (store.stats.compactions, store.stats.abandoned_pages) == (1, 9)
-    assert first_to_go(space, 9) == keys(space, OLD[:12], 3)
+    assert first_to_go(store, space, 9) == keys(space, OLD[:12], 3)
 
 
 async def test_a_namespace_knows_only_its_own_sessions(store: Store, space: Space) -> None:
@@ -172,7 +174,7 @@ async def test_an_abandoned_session_leaves_what_others_use(store: Store, space: 
     await turn(store, space, (*ROOT, 70), Hints("a", Turn.SUB_AGENT))
     await turn(store, space, (*OLD[:10], 80), B)
     assert store.prefixes.abandon_session(space, A) == 11, "ten of the main line, one of the sub-agent"
-    assert first_to_go(space, 11) == keys(space, OLD, 10) | keys(space, (*ROOT, 70), 3)
+    assert first_to_go(store, space, 11) == keys(space, OLD, 10) | keys(space, (*ROOT, 70), 3)
     assert store.prefixes.abandon_session(space, A) == 0, "it is forgotten"
     with pytest.raises(BadRequest):
         store.prefixes.abandon_session(space, Hints(turn=Turn.MAIN))

@@ -428,7 +428,7 @@ async def test_bytes_promoted_while_a_put_brings_the_same(tmp_path: Path) -> Non
         await put(store, space, (1,), b"v" * 16, Ack.DURABLE)
         slot = int(space.tree.path_slots(space.tree.match(tokens_of((1,))))[0])
         row = space.rows_of(slot)[0]
-        free_dram(Unit(space, space.tree.pages.key_bytes(slot), 1, 0, 0))
+        free_dram(Unit(space, space.tree.pages.key_bytes(slot), 1, 0, 0, 0))
         promoting = asyncio.create_task(store.hold(space, row))
         await asyncio.sleep(0)
         await asyncio.sleep(0)

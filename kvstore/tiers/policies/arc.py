@@ -31,10 +31,14 @@ class ARC(Policy):
         self._once_ghosts = GhostQueue()
         self._again_ghosts = GhostQueue()
 
+    def resize(self, pages: int) -> None:
+        """Take the capacity from what the tier holds."""
+        self._capacity = pages
+
     def used(self, columns: Columns, use: Use) -> None:
         """Pages in the tier are used again."""
-        lists = columns["list"][use.slots]
-        first = use.slots[lists == _ONCE]
+        slots = use.slots[use.counted :]
+        first = slots[columns["list"][slots] == _ONCE]
         columns["list"][first] = _AGAIN
         self._once -= len(first)
         self._again += len(first)

@@ -35,6 +35,8 @@ class Use:
     """How many different pages follow on each, those of this path included."""
     page_tokens: int
     hints: Hints = NO_HINTS
+    counted: int = 0
+    """So many of the first were counted with an earlier use by the same request: they only say what is before the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,10 @@ class Policy(Protocol):
     """Whether its values obey the leaf-first rule by themselves, so that nobody has to raise them."""
     counts_children: ClassVar[bool] = False
     """Whether it looks at the children of a use; else they are all 1."""
+
+    def resize(self, pages: int) -> None:
+        """The tier is full, and holds so many pages."""
+        return
 
     def used(self, columns: Columns, use: Use) -> None:
         """A path is used. Pages of it that are not in the tier either enter next, or stay where they are."""

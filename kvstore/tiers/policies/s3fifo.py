@@ -39,11 +39,17 @@ class S3FIFO(Policy):
         self._next = 0
         self._ghosts = GhostQueue()
 
+    def resize(self, pages: int) -> None:
+        """Take the sizes of the queues from what the tier holds."""
+        self._small = int(pages * _SMALL_SHARE)
+        self._main = pages - self._small
+
     def used(self, columns: Columns, use: Use) -> None:
         """Count the use of what is in the tier."""
-        queue = columns["queue"][use.slots]
+        slots = use.slots[use.counted :]
+        queue = columns["queue"][slots]
         counts = ((queue & (_SMALL | _MAIN)) != 0) & ((queue & _USES) < _USES)
-        columns["queue"][use.slots[counts]] += 1
+        columns["queue"][slots[counts]] += 1
 
     def entered(self, columns: Columns, slots: Slots, now: float) -> None:
         """New pages go to the small queue, ghosts that come back to the main one; the deepest is the first in line."""

@@ -1,0 +1,198 @@
+"""The eviction policies at work in the store: what they are told of uses, and what they say is the least worth keeping.
+
+A policy keeps columns beside those of the tree's pages (see `kvstore.tiers.policies`). Here one more is kept: in which tiers the policies
+take a page to be. A page is in DRAM for them from the use that brings it there until it is evicted.
+
+A request reads a prefix under a lease and then puts what was missing. Both are one use for a policy: what was missing is told with the put,
+together with what was read before it; a lease that no put follows is told after a while.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.columns import ColumnSpec
+from kvstore.hints import Hints
+from kvstore.radix.leaf_first import raised
+from kvstore.radix.pages import Slots
+from kvstore.radix.tree import Path, RadixTree
+from kvstore.store.space import Space
+from kvstore.store.uses import Asked, Use
+from kvstore.tiers.policies import Columns, Pages, Policy, Values, parts
+from kvstore.tiers.policies import Use as PolicyUse
+from kvstore.tiers.policies.kept import columns_of, specs_of
+
+DRAM, SSD = 1, 2
+_SEEN = 4
+"""Of a page or ghost whose use a policy was told of."""
+_PLACE = ColumnSpec("place", "u1")
+_WAIT_S = 60.0
+"""So long a read waits for the put of what it did not find."""
+_MAX_WAITING = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A prefix that was read, and more was asked for: its last page's key."""
+
+    space: Space
+    key: bytes
+    hints: Hints
+    now: float
+
+
+class Replacement:
+    """`dram` and `ssd` may be one policy. An observer of uses."""
+
+    def __init__(self, dram: Policy, ssd: Policy, now: Callable[[], float]) -> None:
+        self._now = now
+        self.policies = {DRAM: dram, SSD: ssd}
+        self.specs: Sequence[ColumnSpec] = (_PLACE, *specs_of(self.policies))
+        self._waiting: OrderedDict[tuple[int, bytes], _Read] = OrderedDict()
+
+    # --- what happens --------------------------------------------------------------------------------------------------
+
+    def used(self, space: Space, use: Use, asked: Asked | None) -> None:
+        """Pages were read, or put (`asked` is None)."""
+        self._tell_late(use.now - _WAIT_S)
+        slots = use.slots
+        if not len(slots):
+            return
+        if space.spec.flat:
+            for at in range(len(slots)):
+                self._count(space, slots[at : at + 1], 0, use.hints, use.now)
+            return
+        key = space.tree.pages.key_bytes(int(slots[-1]))
+        if asked is not None and asked.pages > len(slots):
+            self._waiting[space.number, key] = _Read(space, key, use.hints, use.now)
+            self._waiting.move_to_end((space.number, key))
+            if len(self._waiting) > _MAX_WAITING:
+                self._tell(self._waiting.popitem(last=False)[1])
+            return
+        there = self._there(space, slots)
+        counted = 0 if asked is not None else there
+        if counted and asked is None:
+            read = self._waiting.pop((space.number, space.tree.pages.key_bytes(int(slots[there - 1]))), None)
+            counted = there if read is None else 0
+        self._count(space, slots, counted, use.hints, use.now)
+
+    def abandoned(self, space: Space, slots: Slots, first: int) -> None:
+        """A client will not come back to the pages of a path from `first` on."""
+        for tier, policy in self._each():
+            policy.abandoned(self._columns(space, tier), slots[first:], self._now())
+
+    def _tell_late(self, before: float) -> None:
+        while self._waiting and (read := next(iter(self._waiting.values()))).now < before:
+            self._waiting.popitem(last=False)
+            self._tell(read)
+
+    def _tell(self, read: _Read) -> None:
+        slot = -1 if read.space.dropped else read.space.tree.pages.find_key(read.key)
+        if slot >= 0:
+            tree = read.space.tree
+            self._count(read.space, tree.path_slots(tree.path_to(slot)), 0, read.hints, read.now)
+
+    def _there(self, space: Space, slots: Slots) -> int:
+        """How many pages at the front of a path were in a tier before."""
+        there = (self._place(space)[slots] & (DRAM | SSD)) != 0
+        return len(slots) if there.all() else int(there.argmin())
+
+    def _count(self, space: Space, slots: Slots, counted: int, hints: Hints, now: float) -> None:
+        """A use of a path, of which the first pages are counted already."""
+        place = self._place(space)
+        seen = (place[slots] & _SEEN) != 0
+        known = len(slots) if seen.all() else int(seen.argmin())
+        children = children_of(space.tree, space.tree.path_to(int(slots[-1])))
+        use = PolicyUse(slots, min(self._there(space, slots), known), known, now, children, space.spec.page_tokens, hints, counted)
+        for tier, policy in self._each():
+            policy.used(self._columns(space, tier), use)
+        missing = slots[(place[slots] & DRAM) == 0]
+        place[slots] |= DRAM | _SEEN
+        self.policies[DRAM].entered(self._columns(space, DRAM), missing, now)
+
+    def written(self, space: Space, slot: int) -> None:
+        """A page is on SSD now."""
+        place = self._place(space)
+        if not place[slot] & SSD:
+            place[slot] |= SSD
+            self.policies[SSD].entered(self._columns(space, SSD), np.array([slot], np.int32), self._now())
+
+    def unwritten(self, space: Space, slot: int) -> None:
+        """A page is not on SSD any more."""
+        self.left(SSD, space, np.array([slot], np.int32))
+
+    def buried(self, space: Space, slots: Slots) -> None:
+        """Pages were given up in all tiers, and are ghosts now."""
+        for tier in self.policies:
+            self.left(tier, space, slots)
+
+    def left(self, tier: int, space: Space, slots: Slots) -> None:
+        """Pages left a tier."""
+        place = self._place(space)
+        gone = slots[(place[slots] & tier) != 0]
+        place[gone] &= ~np.uint8(tier)
+        if len(gone):
+            self.policies[tier].left(self._columns(space, tier), gone, self._now())
+
+    def forgotten(self, space: Space, slots: Slots) -> None:
+        """Ghosts are about to be removed for good."""
+        for tier, policy in self._each():
+            policy.forgotten(self._columns(space, tier), slots, self._now())
+
+    # --- what is decided -----------------------------------------------------------------------------------------------
+
+    def values(self, tier: int, candidates: Sequence[tuple[Space, Slots]], wanted: int) -> list[Values]:
+        """What keeping pages (ascending slots of each namespace) in a tier is worth, by namespace: the least goes first.
+
+        No page is worth less than one below it.
+        """
+        policy, now = self.policies[tier], self._now()
+        batch = [self._pages(space, slots, tier) for space, slots in candidates]
+        policy.resize(sum(len(slots) for _, slots in candidates))
+        if policy.wants_survey():
+            policy.survey([self._pages(space, known_slots(space.tree), tier) for space, _ in candidates], now)
+        values = policy.values(batch, wanted, now)
+        found = [values[part] for _, part in parts(batch)]
+        return found if policy.leaf_first else [pages.raised(pages.slots, own) for pages, own in zip(batch, found, strict=True)]
+
+    def admits(self, space: Space, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which pages that leave DRAM (ascending slots) are worth writing to SSD: with one, all above it."""
+        wanted = self.policies[SSD].admits([self._pages(space, slots, SSD)], self._now())
+        return wanted if wanted.all() else raised(space.tree, slots, wanted)
+
+    # --- columns -------------------------------------------------------------------------------------------------------
+
+    def _each(self) -> list[tuple[int, Policy]]:
+        """Each policy once."""
+        return list(self.policies.items())[: 1 if self.policies[DRAM] is self.policies[SSD] else 2]
+
+    def _pages(self, space: Space, slots: Slots, tier: int) -> Pages:
+        return Pages(self._columns(space, tier), slots, space.tree.pages.ranges.high, partial(raised, space.tree))
+
+    def _columns(self, space: Space, tier: int) -> Columns:
+        return columns_of(space.tree.pages.kept, space.tree.pages.recency, self.policies, tier)
+
+    @staticmethod
+    def _place(space: Space) -> npt.NDArray[np.uint8]:
+        return space.tree.pages.kept[_PLACE.name]
+
+
+def known_slots(tree: RadixTree) -> Slots:
+    """The slots of all pages and ghosts, ascending."""
+    return np.flatnonzero(tree.pages.node[: tree.pages.ranges.high] > 0).astype(np.int32)
+
+
+def children_of(tree: RadixTree, path: Path) -> npt.NDArray[np.int32]:
+    """How many different pages follow on each page of a path."""
+    found = np.ones(path.pages, np.int32)
+    depth, children = tree.nodes.depth, tree.nodes.children
+    ends = [depth[node] for node in path.nodes[1:]]
+    found[np.array(ends, np.int64) - 1] = [children[node] for node in path.nodes[:-1]]
+    last = path.nodes[-1]
+    if path.tail == tree.nodes.count[last]:
+        found[-1] = children[last]
+    return found
