@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import KEY_BYTES
+from kvstore.hints import NO_HINTS
 from kvstore.lab.tiers import DRAM, SSD, LabSpace, Tier, columns_of, specs_of
 from kvstore.lab.trace import Op, Trace
 from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import Slots
 from kvstore.radix.structure import NewPages
 from kvstore.radix.tree import Path, RadixTree
-from kvstore.tiers.policies import NO_HINTS, Policy, Use
+from kvstore.tiers.policies import Policy, Use
 
 _WORD = 4
 _VERSION = bytes(16)

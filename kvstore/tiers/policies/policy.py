@@ -21,9 +21,6 @@ Columns = Mapping[str, npt.NDArray[Any]]
 Values = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
 
-__all__ = ["NO_HINTS"]
-
-
 @dataclass(frozen=True, slots=True)
 class Use:
     """One use of a path of pages, `slots` from the root to its end. `now` is in seconds."""
