@@ -107,7 +107,7 @@ def test_records(tmp_path: Path) -> None:
     assert trace.pages.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
     assert trace.ends.tolist() == [2, 5, 6, 9, 9]
     assert trace.first.tolist() == [0, 0, 0, 1, 0]
-    assert trace.hints[0] == Hints(b"\7" + bytes(7), None, Ended.TOOL_CALL)
+    assert trace.hints[0] == Hints(b"7", None, Ended.TOOL_CALL)
 
 
 BAD_LINES = [

@@ -66,7 +66,7 @@ class _Reader:
 
 def _hints(line: LineHints) -> Hints:
     """What a client said, as far as a record tells. Raises ValueError."""
-    session = b"" if line.session is None else line.session.to_bytes(8, "little", signed=True)
+    session = b"" if line.session is None else str(line.session).encode()
     turn = Turn.SUB_AGENT if line.role == "subagent" else None
     try:
         return Hints(session, turn, _ENDED.get(line.end or ""), line.ttl_s or 0.0)

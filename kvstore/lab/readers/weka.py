@@ -116,5 +116,5 @@ def _add(builder: TraceBuilder, number: int, session: _Session, start: float, si
         for request in own:
             pages = np.array(request.hash_ids[blocks - 1 :: blocks], np.uint64)  # a chained id names all before it
             ended = Ended.SUBAGENT_DONE if nested and request is own[-1] else _ENDED.get(request.stop or "")
-            hints = Hints(f"{session.id[:32]}/{branch}", turn, ended)
+            hints = Hints(f"{number}/{branch}", turn, ended)
             builder.add(offset + request.t, pages, size, request.input, scope=number, hints=hints)
