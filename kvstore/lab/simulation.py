@@ -102,6 +102,10 @@ class Simulation:
         progress(len(trace))
         return self.outcome
 
+    def used(self, tier: int) -> int:
+        """Bytes that a tier counts as used."""
+        return self._tiers[tier].used
+
     def _request(self, number: int, space: LabSpace, tokens: bytes, op: int, now: float) -> None:
         tree = space.tree
         known = tree.match_with_ghosts(tokens)
