@@ -16,6 +16,7 @@ from rich.table import Table
 from bench.report import Report, arguments
 from kvstore.lab.compare import Comparison
 from kvstore.lab.measure import Row
+from kvstore.lab.picture import can_draw
 from kvstore.lab.readers import ReadOptions, read_trace
 from kvstore.lab.synthetic import random_reuse
 from kvstore.lab.trace import Trace
@@ -127,10 +128,8 @@ def draw(report: Report, names: list[str], percents: tuple[float, ...], path: Pa
     """A panel for each trace: hit ratio against capacity."""
     if path is None:
         return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit("--png needs matplotlib: pip install matplotlib")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for label in [*(label for label, _, _ in runs(NAMES)), _BOUND]:
@@ -153,6 +152,8 @@ def main() -> None:
     )
     parser.add_argument("--only", action="append", choices=_FILES, help="only this trace; may be given more than once")
     settings = parser.parse_args()
+    if settings.png is not None:
+        can_draw()
     settings.percent = _PERCENT
     if settings.quick:
         settings.only, settings.percent = settings.only or ["conversation"], (2.0, 10.0)

@@ -18,7 +18,7 @@ from kvstore.lab.compare import SWEEP_PERCENT, Comparison, size_for
 from kvstore.lab.compare import Progress as Told
 from kvstore.lab.cost import PrefillCost
 from kvstore.lab.measure import Row
-from kvstore.lab.picture import draw
+from kvstore.lab.picture import can_draw, draw
 from kvstore.lab.readers import FORMATS, ReadOptions, read_trace
 from kvstore.sizes import parse_size
 from kvstore.tiers.policies.make import BASELINES, NAMES, make_policies
@@ -52,6 +52,8 @@ def simulate(
 
     Beside the policies asked for stand leaf-LRU, ARC, S3-FIFO and the clairvoyant bound, which nothing can beat.
     """
+    if png is not None:
+        can_draw()
     policies = _policies(policy)
     options = ReadOptions(format_, page_tokens, start_hours, seed, keep_duplicates, skip_bad)
     cost = PrefillCost(prefill_us / 1e6, prefill_ns_per_position / 1e9)

@@ -14,7 +14,7 @@ from kvstore.lab.trace import Op, Trace
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy at one size. Ratios are of all tokens looked up; `ssd_hit_ratio` counts pages that were on SSD only."""
+    """One policy at one size. Ratios are of all tokens of prompts; `ssd_hit_ratio` counts pages that were on SSD only."""
 
     policy: str
     dram_bytes: int
@@ -51,8 +51,8 @@ class Measure:
         self._asks = (trace.op == Op.REQUEST) | (trace.op == Op.GET)
         self._page_tokens = trace.page_tokens()
         self._cost = cost
-        self.looked_up = int(self._tokens(self._lengths, self._lengths > 0)[self._asks].sum())
-        """Tokens of all pages asked for."""
+        self.looked_up = int(trace.prompt_tokens[self._asks].sum())
+        """Tokens of all prompts, those of no whole page included."""
         self.all_s = float(cost.seconds(np.zeros(len(trace), np.int64), trace.prompt_tokens)[self._asks].sum())
         space_of = trace.page_space()
         self.all_bytes = int(self._sizes[space_of].sum())

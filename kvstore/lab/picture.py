@@ -1,18 +1,23 @@
 """Pictures of a comparison. matplotlib is not among the daemon's packages; who wants pictures installs it."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvstore.errors import Unsupported
 from kvstore.lab.measure import Row
 
 
+def can_draw() -> None:
+    """Raises Unsupported without matplotlib: to be asked before a long run."""
+    if find_spec("matplotlib") is None:
+        raise Unsupported("a picture needs matplotlib: pip install matplotlib")
+
+
 def draw(rows: Sequence[Row], unlimited: float, title: str, path: Path) -> None:
-    """Hit ratio against DRAM capacity where there are several, else bars by policy. Raises Unsupported without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Unsupported("a picture needs matplotlib: pip install matplotlib") from None
+    """Hit ratio against DRAM capacity where there are several, else bars by policy. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
     if len({row.dram_bytes for row in rows}) > 1:

@@ -102,6 +102,10 @@ class Simulation:
         progress(len(trace))
         return self.outcome
 
+    def used(self, tier: int) -> int:
+        """Bytes that a tier counts as used."""
+        return self._tiers[tier].used
+
     def _request(self, number: int, space: LabSpace, tokens: bytes, op: int, now: float) -> None:
         tree = space.tree
         known = tree.match_with_ghosts(tokens)
@@ -147,6 +151,7 @@ class Simulation:
         if len(missing):
             self._tiers[DRAM].enter(space, missing, now)
             self._tiers[DRAM].shrink(now, lambda where, gone: self._demote(where, gone, now))
+            self._forget_ghosts(now)
 
     def _demote(self, space: LabSpace, slots: Slots, now: float) -> None:
         """Pages left DRAM: write them to SSD, or give them up."""
@@ -157,8 +162,8 @@ class Simulation:
             self._tiers[SSD].enter(space, lost[admitted], now)
             self.outcome.ssd_written_bytes += int(admitted.sum()) * space.page_bytes
             lost = lost[~admitted]
-            self._tiers[SSD].shrink(now, lambda where, gone: self._give_up(where, gone, now))
-        self._give_up(space, lost, now)
+            self._tiers[SSD].shrink(now, self._give_up)
+        self._give_up(space, lost)
 
     def _admitted(self, space: LabSpace, slots: Slots, now: float) -> npt.NDArray[np.bool_]:
         """Which pages are written to SSD: those that the policy admits, and all above what is there or admitted."""
@@ -170,19 +175,22 @@ class Simulation:
         kept[np.searchsorted(there, slots)] = wanted
         return raised(space.tree, there, kept)[np.searchsorted(there, slots)]
 
-    def _give_up(self, space: LabSpace, slots: Slots, now: float) -> None:
+    def _give_up(self, space: LabSpace, slots: Slots) -> None:
         """Pages that are in no tier any more become ghosts."""
         gone = slots[space.place[slots] == 0]
-        if not len(gone):
-            return
-        tree = space.tree
-        tree.bury_many(gone)
-        surplus = tree.ghost_count - self.config.max_ghosts
-        if surplus > 0:
+        if len(gone):
+            space.tree.bury_many(gone)
+
+    def _forget_ghosts(self, now: float) -> None:
+        """Keep to the budget. This moves pages to other slots."""
+        for space in self.spaces:
+            surplus = space.tree.ghost_count - self.config.max_ghosts
+            if surplus <= 0:
+                continue
             surplus += self.config.max_ghosts // 16
             for tier, policy in self._each_policy():
-                policy.forgotten(space.columns[tier], tree.coldest(tree.ghost_slots(), surplus), now)
-            tree.forget_ghosts(surplus)
+                policy.forgotten(space.columns[tier], space.tree.coldest(space.tree.ghost_slots(), surplus), now)
+            space.tree.forget_ghosts(surplus)
 
     def _each_policy(self) -> list[tuple[int, Policy]]:
         """Each policy once."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvstore.columns import ColumnSpec
 from kvstore.radix.leaf_first import depth_of, in_order, least, raised
 from kvstore.radix.pages import Slots
-from kvstore.radix.tree import ROOT, RadixTree
+from kvstore.radix.tree import RadixTree
 from kvstore.tiers.policies import Columns, Pages, Policy, parts
 
 DRAM, SSD = 1, 2
@@ -64,49 +64,43 @@ class Tier:
     spaces: list[LabSpace]
     batch: float
     used: int = 0
-    entered_pages: int = 0
 
     def enter(self, space: LabSpace, slots: Slots, now: float) -> None:
         """Pages of one path, from the root on, that are not in the tier come in."""
         space.place[slots] |= self.bit
         self.used += len(slots) * space.page_bytes
-        self.entered_pages += len(slots)
         self.policy.entered(space.columns[self.bit], slots, now)
 
     def shrink(self, now: float, gone: Callable[[LabSpace, Slots], None]) -> None:
         """If the tier is over its capacity, let the least valuable go. `gone` is told of them, by namespace."""
         if self.used <= self.capacity:
             return
-        wanted = max(self.used - self.capacity, int(self.capacity * self.batch))
-        spaces = [space for space in self.spaces if space.tree.page_count]
-        batch = [self.pages(space, self.resident(space)) for space in spaces]
-        if self.policy.wants_survey():
-            self.policy.survey([self.pages(space, known_slots(space.tree)) for space in spaces], now)
-        bounds = np.cumsum([0, *(len(pages.slots) for pages in batch)]).tolist()
-        sizes = np.repeat([space.page_bytes for space in spaces], np.diff(bounds))
+        for space, slots in self._victims(max(self.used - self.capacity, int(self.capacity * self.batch)), now):
+            space.place[slots] &= ~np.uint8(self.bit)
+            self.used -= len(slots) * space.page_bytes
+            self.policy.left(space.columns[self.bit], slots, now)
+            gone(space, slots)
+
+    def _victims(self, wanted: int, now: float) -> list[tuple[LabSpace, Slots]]:
+        """The pages worth least that together have `wanted` bytes, by namespace."""
+        batch = [self.pages(space, self.resident(space)) for space in self.spaces]
+        sizes = np.repeat([space.page_bytes for space in self.spaces], [len(pages.slots) for pages in batch])
         likely = min(len(sizes), -(-wanted // int(sizes.min())))
         values = self.policy.values(batch, likely, now)
         if not self.policy.leaf_first:
             values = np.concatenate([pages.raised(pages.slots, values[part]) for pages, part in parts(batch)])
         chosen = least(values, likely)
-        near = [
-            (space, pages.slots[chosen[(chosen >= low) & (chosen < high)] - low])
-            for space, pages, low, high in zip(spaces, batch, bounds[:-1], bounds[1:], strict=True)
-        ]
+        near = self._split(batch, chosen)
         recency = np.concatenate([space.tree.pages.recency[slots] for space, slots in near])
         depth = np.concatenate([depth_of(space.tree, slots) for space, slots in near])
         chosen = chosen[in_order(values[chosen], recency, depth)]
         chosen = chosen[: int(np.searchsorted(np.cumsum(sizes[chosen]), wanted)) + 1]
-        for space, pages, low, high in zip(spaces, batch, bounds[:-1], bounds[1:], strict=True):
-            slots = pages.slots[chosen[(chosen >= low) & (chosen < high)] - low]
-            if len(slots):
-                self._leave(space, slots, now)
-                gone(space, slots)
+        return [(space, slots) for space, slots in self._split(batch, chosen) if len(slots)]
 
-    def _leave(self, space: LabSpace, slots: Slots, now: float) -> None:
-        space.place[slots] &= ~np.uint8(self.bit)
-        self.used -= len(slots) * space.page_bytes
-        self.policy.left(space.columns[self.bit], slots, now)
+    def _split(self, batch: list[Pages], places: npt.NDArray[np.int64]) -> list[tuple[LabSpace, Slots]]:
+        """The slots at some places of a batch, by namespace."""
+        inside = [places[(places >= part.start) & (places < part.stop)] - part.start for _, part in parts(batch)]
+        return [(space, pages.slots[mine]) for space, pages, mine in zip(self.spaces, batch, inside, strict=True)]
 
     def pages(self, space: LabSpace, slots: Slots) -> Pages:
         """Pages as the tier's policy sees them."""
@@ -116,8 +110,3 @@ class Tier:
         """The slots of a namespace's pages in the tier, ascending."""
         place = space.place[: space.tree.pages.ranges.high]
         return np.flatnonzero((place & self.bit) != 0).astype(np.int32)
-
-
-def known_slots(tree: RadixTree) -> Slots:
-    """The slots of all pages and ghosts, ascending."""
-    return np.flatnonzero(tree.pages.node[: tree.pages.ranges.high] > ROOT).astype(np.int32)

@@ -30,19 +30,28 @@ def raised(tree: TreeStructure, slots: Slots, values: _Values) -> _Values:
 
 def _raised_in_runs(values: _Values, first: npt.NDArray[np.int64]) -> _Values:
     """Each value as the highest from itself to the end of its run; `first` is where runs begin. By doubling steps."""
-    inside = np.ones(len(values), np.bool_)
-    inside[first[1:] - 1] = inside[-1] = False
-    if not (inside[:-1] & (values[1:] > values[:-1])).any():
+    length = np.diff(np.append(first, len(values)))
+    rises = np.append(values[1:] > values[:-1], False)
+    rises[first[1:] - 1] = False
+    unordered = np.logical_or.reduceat(rises, first)
+    if not unordered.any():
         return values
-    end = np.repeat(np.append(first[1:], len(values)), np.diff(np.append(first, len(values))))
-    longest, step = int(np.diff(np.append(first, len(values))).max()), 1
-    values = values.copy()
-    index = np.arange(len(values))
-    while step < longest:
-        reach = index[:-step][index[step:] < end[:-step]] if step < len(values) else index[:0]
-        values[reach] = np.maximum(values[reach], values[reach + step])
+    inside = np.repeat(unordered, length)
+    left = np.repeat(length, length)[inside] - 1 - _places(length[unordered])
+    some, step = values[inside], 1
+    while (reach := np.flatnonzero(left >= step)).size:
+        some[reach] = np.maximum(some[reach], some[reach + step])
         step *= 2
+    values = values.copy()
+    values[inside] = some
     return values
+
+
+def _places(length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """For runs of so many, each one's place in its run."""
+    ends = np.cumsum(length)
+    places: npt.NDArray[np.int64] = np.arange(ends[-1]) - np.repeat(ends - length, length)
+    return places
 
 
 def _best_below(tree: TreeStructure, nodes: Slots, top: _Values, bottom: _Values) -> _Values | None:

@@ -119,8 +119,10 @@ class Parts:
 
         Returns the first part slot of every page, -1 for none. `after` are the first slots of parts that the pages have already.
         """
+        if after is None and not blobs.size:
+            return np.full(len(blobs), -1, np.int32)
         present = blobs >= 0
-        if after is None and blobs.size and present.all():
+        if after is None and present.all():
             return self._add_all(blobs, component, ranges)
         taken = self.slots.allocate_many(int(present.sum()))
         first = np.full(len(blobs), -1, np.int32) if after is None else after.copy()

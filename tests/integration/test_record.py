@@ -8,6 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.lab.compare import Comparison
+from kvstore.lab.readers import ReadOptions, read_trace
+from kvstore.lab.simulation import LabConfig, Simulation
+from kvstore.lab.trace import Op
+from kvstore.tiers.policies.make import make_policies
 from kvstore.trace_record import FORMAT, VERSION, Header, Line, NamespaceLine, UseLine, decode_ids, decode_line
 from kvstore_client import Client, Ended, Hints, Turn
 from kvstore_workers.daemon_process import DaemonProcess
@@ -75,6 +80,16 @@ def test_a_recording_names_pages_and_tells_no_content(tmp_path: Path) -> None:
     raw = file.read_bytes()
     assert SECRET_SESSION.encode() not in raw
     assert b"token_ids" not in raw
+
+
+def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
+    trace = read_trace(record(tmp_path, "trace.jsonl.gz"), ReadOptions())
+    comparison = Comparison(trace)
+    assert comparison.knows_bytes
+    page_bytes = [SPEC.page_bytes]
+    hits = Simulation(trace, page_bytes, LabConfig(100 * SPEC.page_bytes), *make_policies("lru", 100, 1)).run().hit_pages.tolist()
+    assert [hit for hit, op in zip(hits, trace.op, strict=True) if op == Op.GET] == [0, 4, 4, 2]
+    assert comparison.run("lru", comparison.percent(100)).hit_ratio == 10 * SPEC.page_tokens / (17 + 24 + 23 + 8)
 
 
 def test_packed_with_tokens_when_asked_for(tmp_path: Path) -> None:

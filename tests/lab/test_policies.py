@@ -65,15 +65,30 @@ def test_the_tree_and_the_tiers_stay_sound(requests: list[Prompt], dram: int, ss
     outcome = simulation.run()
     assert (outcome.hit_pages <= np.diff(np.append(0, trace.ends))).all()
     assert (outcome.ssd_pages <= outcome.hit_pages).all()
+    assert all(space.tree.ghost_count <= 5 for space in simulation.spaces)
+    check_places(simulation, dram, ssd)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forgotten_ghosts_leave_places_sound(name: str) -> None:
+    """Forgetting a ghost moves pages of its tree: nobody may hold on to slots meanwhile."""
+    rng = np.random.default_rng(10)
+    requests = [tuple(int(x) for x in np.minimum(rng.zipf(1.5, rng.integers(1, 12)), 6)) for _ in range(250)]
+    trace = trace_of(requests, spaces=[sum(prompt) % 2 for prompt in requests])
+    simulation = Simulation(trace, [1, 1], LabConfig(30, 40, 0.2, max_ghosts=8), *make_policies(name, 30, 40))
+    simulation.run()
+    check_places(simulation, 30, 40)
+
+
+def check_places(simulation: Simulation, dram: int, ssd: int) -> None:
+    """Every page is in a tier with all above it, no ghost is, and no tier holds more than it may."""
     for space in simulation.spaces:
         tree, place = space.tree, space.place
-        assert tree.ghost_count <= 5
         for slot in tree.live_slots().tolist():
             assert place[slot]
-            path = tree.path_slots(tree.path_to(slot))
-            assert place[path].all()
+            assert place[tree.path_slots(tree.path_to(slot))].all()
         assert not place[tree.ghost_slots()].any()
+        assert (place[: tree.pages.ranges.high] != 0).sum() == tree.page_count
     held = np.concatenate([space.place[space.tree.live_slots()] for space in simulation.spaces])
-    assert (held & 1).astype(bool).sum() <= dram
-    assert (held & 2).astype(bool).sum() <= ssd
-    assert held.size == sum(space.tree.page_count for space in simulation.spaces)
+    assert ((held & 1) != 0).sum() == simulation.used(1) <= dram
+    assert ((held & 2) != 0).sum() == simulation.used(2) <= ssd

@@ -81,11 +81,8 @@ def test_weka(tmp_path: Path) -> None:
     assert hints[5] is not None
     assert hints[10] is not None
     assert (hints[0].turn, hints[5].ended, hints[10].turn, hints[10].ended) == (
-        Turn.MAIN,
-        Ended.TOOL_CALL,
-        Turn.SUB_AGENT,
-        Ended.SUBAGENT_DONE,
-    )
+        Turn.MAIN, Ended.TOOL_CALL, Turn.SUB_AGENT, Ended.SUBAGENT_DONE,
+    )  # fmt: skip
     assert hints[0].session == hints[5].session != hints[10].session
 
 
@@ -99,7 +96,8 @@ def test_of_sessions_that_begin_alike_the_longest_is_kept(tmp_path: Path) -> Non
 
 def test_records(tmp_path: Path) -> None:
     lines: list[Line] = [
-        Header(started=5.0), NamespaceLine(3, 16, 100.0), UseLine(0.5, 3, ids(10, 11), 40, "get", hints=LineHints(end="tool_use")),
+        Header(started=5.0), NamespaceLine(3, 16, 100.0),
+        UseLine(0.5, 3, ids(10, 11), 40, "get", hints=LineHints(session=7, end="tool_use")),
         UseLine(0.6, 3, ids(10, 11, 12), 48, "put"), NamespaceLine(4, 8), UseLine(0.7, 4, ids(10), 9),
         UseLine(0.8, 3, ids(10, 11, 12), 48, "abandon", first=1), UseLine(0.9, 3, "", 5),
     ]  # fmt: skip
@@ -109,7 +107,7 @@ def test_records(tmp_path: Path) -> None:
     assert trace.pages.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
     assert trace.ends.tolist() == [2, 5, 6, 9, 9]
     assert trace.first.tolist() == [0, 0, 0, 1, 0]
-    assert trace.hints[0] == Hints(ended=Ended.TOOL_CALL)
+    assert trace.hints[0] == Hints(b"7", None, Ended.TOOL_CALL)
 
 
 BAD_LINES = [
@@ -163,6 +161,7 @@ BAD_RECORDS: list[tuple[Line, str]] = [
     (UseLine(1.0, 3, ids(1, 2), 31), "31 tokens in 2 whole pages"),
     (UseLine(1.0, 3, "AAAA", 31), "buffer size"),
     (UseLine(0.1, 3, ids(1), 16), "goes back"),
+    (UseLine(1.0, 3, ids(1), 16, hints=LineHints(ttl_s=-1.0)), "ttl_s is -1.0"),
     (UseLine(1.0, 3, ids(1), 16, "abandon", first=2), "are abandoned"),
 ]
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,13 @@ def test_a_sweep_says_what_suffices(tmp_path: Path) -> None:
         (("--dram", "many"), "is not a size"),
         (("--dram", "-5%"), "out of range"),
         (("--format", "csv"), "no trace format 'csv'"),
+        (("--png", "picture.png"), "pip install matplotlib"),
         (("--page-tokens", "64"), "is --page-tokens right?"),
     ],
 )
 def test_bad_arguments_end_in_one_line(arguments: tuple[str, ...], words: str) -> None:
+    if "--png" in arguments and find_spec("matplotlib"):
+        pytest.skip("matplotlib is here")
     done = simulate(str(excerpt_path()), *arguments)
     assert done.returncode == 1
     assert words in done.stderr

@@ -3,16 +3,15 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.errors import BadRequest
 from kvstore.hints import Ended, Hints, Turn
 from kvstore.lab.readers.lines import BadTrace, Lines, checked_time
 from kvstore.lab.trace import Op, Trace, TraceBuilder, TraceSpace
 from kvstore.trace_record import FORMAT, VERSION, Header, NamespaceLine, UseLine, decode_ids, decode_line
 from kvstore.trace_record import Hints as LineHints
 
-_OPS = {"request": Op.REQUEST, "get": Op.GET, "put": Op.PUT, "abandon": Op.ABANDON}
-
-
 _ENDED = {"tool_use": Ended.TOOL_CALL, "end_turn": Ended.END_TURN, "subagent_done": Ended.SUBAGENT_DONE}
+_OPS = {"request": Op.REQUEST, "get": Op.GET, "put": Op.PUT, "abandon": Op.ABANDON}
 
 
 @dataclass(slots=True)
@@ -60,10 +59,19 @@ class _Reader:
             raise ValueError(f"a prompt of {line.tokens} tokens in {len(pages)} whole pages of {size}")
         if line.op == "abandon" and not 0 <= line.first <= len(pages):
             raise ValueError(f"pages from {line.first} on of {len(pages)} are abandoned")
-        self.builder.add(
-            time, pages, size, line.tokens, space=space, scope=space, op=_OPS[line.op], first=line.first, hints=_hints(line.hints)
-        )
+        hints = None if line.hints is None else _hints(line.hints)
+        self.builder.add(time, pages, size, line.tokens, space=space, scope=space, op=_OPS[line.op], first=line.first, hints=hints)
         self.last = time
+
+
+def _hints(line: LineHints) -> Hints:
+    """What a client said, as far as a record tells. Raises ValueError."""
+    session = b"" if line.session is None else str(line.session).encode()
+    turn = Turn.SUB_AGENT if line.role == "subagent" else None
+    try:
+        return Hints(session, turn, _ENDED.get(line.end or ""), line.ttl_s or 0.0)
+    except BadRequest as error:
+        raise ValueError(error.message) from error
 
 
 def read_recorded(path: Path, lines: Lines) -> Trace:
@@ -73,12 +81,3 @@ def read_recorded(path: Path, lines: Lines) -> Trace:
         pass
     reader.builder.skipped = lines.skipped
     return reader.builder.build()
-
-
-def _hints(said: LineHints | None) -> Hints | None:
-    """What a line says of its request, as a policy is told."""
-    if said is None:
-        return None
-    turn = None if said.role is None else Turn.SUB_AGENT if said.role == "subagent" else Turn.MAIN
-    session = b"" if said.session is None else str(said.session).encode()
-    return Hints(session, turn, _ENDED.get(said.end or ""), said.ttl_s or 0.0)

@@ -112,8 +112,9 @@ def _add(builder: TraceBuilder, number: int, session: _Session, start: float, si
     for branch, (offset, requests, nested) in enumerate(branches):
         own = [request for request in requests if request.type != "subagent"]
         branches += [(offset + request.t, request.requests, True) for request in requests if request.type == "subagent"]
+        turn = Turn.SUB_AGENT if nested else Turn.MAIN
         for request in own:
             pages = np.array(request.hash_ids[blocks - 1 :: blocks], np.uint64)  # a chained id names all before it
             ended = Ended.SUBAGENT_DONE if nested and request is own[-1] else _ENDED.get(request.stop or "")
-            hints = Hints(f"{number}/{branch}", Turn.SUB_AGENT if nested else Turn.MAIN, ended)
+            hints = Hints(f"{number}/{branch}", turn, ended)
             builder.add(offset + request.t, pages, size, request.input, scope=number, hints=hints)

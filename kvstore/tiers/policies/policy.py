@@ -47,7 +47,7 @@ class Pages:
     slots: Slots
     """Ascending."""
     high: int
-    """No page of the tree, known or not, has a slot from here on."""
+    """No page or ghost has a slot from here on: a column up to here is all that is known of the tree (free slots are 0)."""
     raised: Callable[[Slots, Any], Any]
     """The leaf-first rule for any pages of the tree (slots ascending, values): for a policy that plays through what it would have kept."""
 
@@ -93,16 +93,11 @@ class Policy(Protocol):
         """These ghosts are beyond the budget: the tree forgets them."""
         return
 
-    def wants_survey(self) -> bool:
-        """Asked before values are: whether it wants to look at everything that is known."""
-        return False
-
-    def survey(self, batch: Sequence[Pages], now: float) -> None:
-        """All known pages of all trees, those of every tier and the ghosts."""
-        return
-
     def values(self, batch: Sequence[Pages], wanted: int, now: float) -> Values:
-        """What keeping each page of the tier is worth, in the order of `batch`: the least goes first. About `wanted` pages are to go."""
+        """What keeping each page of the tier is worth, in the order of `batch`: the least goes first. About `wanted` pages are to go.
+
+        All trees are in the batch, also those that have no page in the tier.
+        """
         ...
 
     def admits(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.bool_]:
