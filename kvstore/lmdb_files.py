@@ -19,7 +19,7 @@ from typing import Any
 import lmdb
 
 from kvstore.errors import DataDirError
-from kvstore.lmdb_walk import Walk, read_meta
+from kvstore.lmdb_walk import Walk, read_metas
 
 _log = logging.getLogger("kvstore.lmdb")
 
@@ -87,7 +87,7 @@ def _open(path: Path, map_bytes: int, options: dict[str, Any]) -> lmdb.Environme
 
 
 def _check_meta(path: Path, entry_bytes: int) -> None:
-    """Have a data file salvaged that was cut short, or says that it holds more than it can.
+    """Have a data file salvaged that was cut short, has lost a meta page, or says that it holds more than it can.
 
     Read through a map, what is missing would be the end of the process (SIGBUS); and by such a count the tier would be full for ever.
     """
@@ -95,10 +95,14 @@ def _check_meta(path: Path, entry_bytes: int) -> None:
     size = file.stat().st_size if file.exists() else 0
     if not size:
         return
-    meta = read_meta(file)
+    metas = read_metas(file)
+    meta = max(metas, key=lambda one: one.transaction, default=None)
     needed = 2 * 4096 if meta is None else max(2, meta.last_page + 1) * meta.page_size
     if size < needed:
         _log.error("%s has %d bytes and should have %d: it was cut short", file, size, needed)
+        mark_damaged(path)
+    elif len(metas) == 1:
+        _log.error("%s: one of its two meta pages can't be read", file)
         mark_damaged(path)
     elif meta is not None and meta.entries * entry_bytes > size:
         _log.error("%s has %d bytes and can't hold the %d entries that it counts", file, size, meta.entries)

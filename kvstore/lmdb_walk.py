@@ -35,6 +35,11 @@ class Meta:
 
 def read_meta(file: Path) -> Meta | None:
     """The newer of the two meta pages, or the one that can be read; None if neither can."""
+    return max(read_metas(file), key=lambda meta: meta.transaction, default=None)
+
+
+def read_metas(file: Path) -> list[Meta]:
+    """Those of the two meta pages that can be read; of a file that is well, both."""
     found: list[Meta] = []
     with file.open("rb") as data:
         for at in (0, 4096, 8192, 16_384, 32_768, 65_536):
@@ -45,7 +50,7 @@ def read_meta(file: Path) -> Meta | None:
             magic, version, page_size, entries, root, last_page, transaction = _META.unpack(head)
             if magic == MAGIC and version == DATA_VERSION and page_size in (4096, 8192, 16_384, 32_768, 65_536) and at in (0, page_size):
                 found.append(Meta(page_size, entries, root, last_page, transaction))
-    return max(found, key=lambda meta: meta.transaction, default=None)
+    return found
 
 
 class Walk:

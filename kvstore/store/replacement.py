@@ -153,8 +153,6 @@ class Replacement:
         policy, now = self.policies[tier], self._now()
         batch = [self._pages(space, slots, tier) for space, slots in candidates]
         policy.resize(sum(len(slots) for _, slots in candidates))
-        if policy.wants_survey():
-            policy.survey([self._pages(space, known_slots(space.tree), tier) for space, _ in candidates], now)
         values = policy.values(batch, wanted, now)
         found = [values[part] for _, part in parts(batch)]
         return found if policy.leaf_first else [pages.raised(pages.slots, own) for pages, own in zip(batch, found, strict=True)]
@@ -179,11 +177,6 @@ class Replacement:
     @staticmethod
     def _place(space: Space) -> npt.NDArray[np.uint8]:
         return space.tree.pages.kept[_PLACE.name]
-
-
-def known_slots(tree: RadixTree) -> Slots:
-    """The slots of all pages and ghosts, ascending."""
-    return np.flatnonzero(tree.pages.node[: tree.pages.ranges.high] > 0).astype(np.int32)
 
 
 def children_of(tree: RadixTree, path: Path) -> npt.NDArray[np.int32]:

@@ -63,6 +63,19 @@ def test_a_count_that_can_not_be_is_mended(blob_file: BlobFile, tmp_path: Path) 
     assert all(read(mended, 1, blob) == bytes(stored) for blob, stored in made)
 
 
+def test_a_lost_meta_page_costs_nothing(blob_file: BlobFile, tmp_path: Path) -> None:
+    """A flipped bit in the format version of one of the two."""
+    made = [make(seed) for seed in range(20)]
+    for one in made:
+        blob_file.commit(BlobBatch(put=[(1, *one)]))
+    blob_file.close()
+    data = bytearray((tmp_path / "data.mdb").read_bytes())
+    data[16 + 4 + 2] ^= 8
+    (tmp_path / "data.mdb").write_bytes(data)
+    mended = BlobFile(tmp_path, 16 << 20, extent_bytes=4080)
+    assert sum(read(mended, 1, blob) == bytes(stored) for blob, stored in made[:-1]) == len(made) - 1
+
+
 def test_deleted_space_is_used_again_without_growth(blob_file: BlobFile, tmp_path: Path) -> None:
     sizes = []
     for generation in range(30):
