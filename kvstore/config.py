@@ -18,6 +18,7 @@ from kvstore.machine import read_memory
 from kvstore.sizes import Size
 from kvstore.store import StoreConfig
 from kvstore.store.quotas import Quota
+from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.watermarks import Watermarks
 
@@ -63,6 +64,7 @@ class Config(BaseModel):
     segment: Size = Field(64 << 20, ge=1 << 16, description="most bytes of a DRAM segment")
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
     extent: int = Field(DEFAULT_EXTENT_BYTES, ge=2032, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
+    policy: str = Field("lru", description=f"which pages leave a tier first: {', '.join(NAMES)}")
     max_ghosts: int = Field(200_000, ge=0, le=200_000_000, description="most evicted pages of a namespace whose label and history are kept")
     max_sessions: int = Field(65_536, ge=1, le=100_000_000, description="sessions of a namespace of which it is known where they were last")
     max_leased: Size = Field(0, ge=0, description="payload bytes that the leases of one client may hold; half of both tiers if 0")
@@ -87,6 +89,8 @@ class Config(BaseModel):
             size = getattr(self, name)
             if size and size < _MIN_TIER:
                 raise ValueError(f"{name} is {size} bytes, less than 1 MiB")
+        if self.policy not in NAMES:
+            raise ValueError(f"policy is {self.policy!r}: one of {', '.join(NAMES)}")
         if (self.extent + 16) % 4096:
             raise ValueError(f"extent is {self.extent}: choose 16 less than a multiple of 4096, such as 69616, so that LMDB wastes nothing")
         if self.tokens_file is not None and self.tokens is not None:
@@ -137,6 +141,7 @@ class Config(BaseModel):
             extent_bytes=self.extent,
             move_share=self.move_share,
             reader_threads=self.reader_threads,
+            policy=self.policy,
             max_ghosts=self.max_ghosts,
             max_sessions=self.max_sessions,
             lease_bytes=self.max_leased,

@@ -22,6 +22,7 @@ def check(store: Store) -> None:
         check_tree(space.tree)
         used[space.settings.tenant] += check_blobs(space, store.pending_of(space))
         _check_leases(store, space)
+        store.replacement.check(space)
     held = store.usage()["dram"].used
     assert held == used.total(), f"{held} bytes of DRAM are taken, the blobs account for {used.total()}"
     for tenant, nbytes in used.items():

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvstore.columns import ColumnSpec
 from kvstore.hints import Hints
 from kvstore.radix.leaf_first import raised
-from kvstore.radix.pages import Slots
+from kvstore.radix.pages import DURABLE, Slots
 from kvstore.radix.tree import Path, RadixTree
 from kvstore.store.space import Space
 from kvstore.store.uses import Asked, Use
@@ -121,6 +121,14 @@ class Replacement:
             place[slot] |= SSD
             self.policies[SSD].entered(self._columns(space, SSD), np.array([slot], np.int32), self._now())
 
+    def loaded(self, space: Space) -> None:
+        """All pages are back from the journal: what is durable is on SSD, and nothing is known of its uses."""
+        pages = space.tree.pages
+        slots = space.tree.live_slots()
+        slots = slots[((pages.flags[slots] & DURABLE) != 0) & ((self._place(space)[slots] & SSD) == 0)]
+        self._place(space)[slots] |= SSD
+        self.policies[SSD].entered(self._columns(space, SSD), slots, self._now())
+
     def unwritten(self, space: Space, slot: int) -> None:
         """A page is not on SSD any more."""
         self.left(SSD, space, np.array([slot], np.int32))
@@ -161,6 +169,15 @@ class Replacement:
         """Which pages that leave DRAM (ascending slots) are worth writing to SSD: with one, all above it."""
         wanted = self.policies[SSD].admits([self._pages(space, slots, SSD)], self._now())
         return wanted if wanted.all() else raised(space.tree, slots, wanted)
+
+    def check(self, space: Space) -> None:
+        """Raise AssertionError unless the policies know which pages are on SSD, and take no ghost to be anywhere."""
+        tree, place = space.tree, self._place(space)
+        live = tree.live_slots()
+        assert (((place[live] & SSD) != 0) == ((tree.pages.flags[live] & DURABLE) != 0)).all(), (
+            "the policies take the wrong pages to be on SSD"
+        )
+        assert not (place[tree.ghost_slots()] & (DRAM | SSD)).any(), "the policies take a ghost to be in a tier"
 
     # --- columns -------------------------------------------------------------------------------------------------------
 

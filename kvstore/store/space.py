@@ -108,6 +108,10 @@ class Watcher(Protocol):
         """A page is on SSD now."""
         return
 
+    def loaded(self, space: "Space") -> None:
+        """All pages are back from the journal: what is durable is on SSD."""
+        return
+
     def unwritten(self, space: "Space", slot: int) -> None:
         """A page is not on SSD any more."""
         return
@@ -432,6 +436,7 @@ class Space:
         """All pages are loaded: give up those too that need a blob which was lost meanwhile."""
         rows, self._lost_while_loading = self._lost_while_loading, set()
         self.loading = False
+        self._watcher.loaded(self)
         for row in rows:
             if self.blobs.pages[row] and not self.blobs.on_ssd[row] and self.blobs.slot[row] == NO_SLOT:
                 self.lose_blob(row)

@@ -27,6 +27,7 @@ from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, Match, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
 from kvstore.store.check import check
 from kvstore.store.expiry import Expiry
+from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.watermarks import Watermarks
 from kvstore_client.plan import page_items, page_parts
 
@@ -133,9 +134,9 @@ ranks = st.sampled_from([0, 1, 1, 0, None])
 class ShardMachine(RuleBasedStateMachine):
     """The model: what each rank of each computation ever put, and the boundaries that were acknowledged as durable."""
 
-    @initialize(recipes=st.booleans(), max_ghosts=st.sampled_from([0, 3, 20]))
-    def start(self, recipes: bool, max_ghosts: int) -> None:
-        self.max_ghosts = max_ghosts
+    @initialize(recipes=st.booleans(), max_ghosts=st.sampled_from([0, 3, 20]), policy=st.sampled_from(NAMES))
+    def start(self, recipes: bool, max_ghosts: int, policy: str) -> None:
+        self.max_ghosts, self.policy = max_ghosts, policy
         self.folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
         self.generation = 0
         self.loop = asyncio.new_event_loop()
@@ -155,7 +156,7 @@ class ShardMachine(RuleBasedStateMachine):
         return self.folder / str(self.generation)
 
     def open(self) -> None:
-        self.store = self.run(Store(config(self.data_dir, max_ghosts=self.max_ghosts)).__aenter__())
+        self.store = self.run(Store(config(self.data_dir, max_ghosts=self.max_ghosts, policy=self.policy)).__aenter__())
         self.leases = []
         self.pins: list[int] = []
 

@@ -23,6 +23,7 @@ from kvstore.store.check import check
 from kvstore.store.check_running import check_running
 from kvstore.store.eviction import Unit, free_dram
 from kvstore.store.verify import CheckProgress, CheckReport
+from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.watermarks import Watermarks
 
 T = TypeVar("T")
@@ -100,8 +101,9 @@ prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 class StoreMachine(RuleBasedStateMachine):
     """The model: which prefixes were ever put, and which were acknowledged as durable (those must never be missed)."""
 
-    @initialize(recipes=st.booleans())
-    def start(self, recipes: bool) -> None:
+    @initialize(recipes=st.booleans(), policy=st.sampled_from(NAMES))
+    def start(self, recipes: bool, policy: str) -> None:
+        self.policy = policy
         self.folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
         self.generation = 0
         self.loop = asyncio.new_event_loop()
@@ -120,7 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.folder / str(self.generation)
 
     def open(self) -> None:
-        self.store = self.run(Store(config(self.data_dir)).__aenter__())
+        self.store = self.run(Store(config(self.data_dir, policy=self.policy)).__aenter__())
 
     @property
     def space(self) -> Space:
