@@ -88,7 +88,7 @@ async def test_what_another_session_was_last_at_stays(store: Store, space: Space
     await turn(store, space, (*OLD[:6], 70, 71), Hints("c"))
     await turn(store, space, COMPACTED, A)
     assert store.stats.abandoned_pages == 12, "not the first eight pages"
-    await turn(store, space, (60, 61), B)
+    await turn(store, space, (*OLD[:1], 60, 61), B)
     assert store.stats.abandoned_pages == 12 + 14, "B has left them too: of all this only what C was at is of use"
     assert first_to_go(space, 14) == keys(space, OLD, 6)
 
@@ -134,6 +134,7 @@ async def test_a_sub_agent_of_the_same_session_is_no_compaction(store: Store, sp
         ((*OLD[:3], *range(100, 120)), "it is longer than before"),
         (OLD[:5], "a look at the front of the same context"),
         ((*OLD, 20, 21), "it went on"),
+        ((200, 201), "another context altogether: a title for the conversation, say"),
     ],
 )
 async def test_what_is_no_compaction(store: Store, space: Space, prompt: Prefix, why: str) -> None:
