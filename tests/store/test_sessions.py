@@ -241,3 +241,4 @@ def test_hints_out_of_range(bad: dict[str, object]) -> None:
 def test_text_and_bytes_name_the_same_session() -> None:
     assert Hints("a").session_hash == Hints(b"a").session_hash != Hints("b").session_hash
     assert NO_HINTS.session_hash == 0
+    assert Hints("\ud800").session_id, "half a character from somebody's JSON"
