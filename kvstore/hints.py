@@ -47,7 +47,7 @@ class Hints:
     @property
     def session_id(self) -> bytes:
         """The session's id as bytes; empty for none."""
-        return self.session.encode() if isinstance(self.session, str) else self.session
+        return self.session.encode(errors="surrogatepass") if isinstance(self.session, str) else self.session
 
     @property
     def session_hash(self) -> int:

@@ -77,3 +77,12 @@ def test_extra_keys_are_typed_and_length_prefixed() -> None:
     lists: list[list[tuple[str, bytes]]] = [[("image", b"ab")], [("image", b"a"), ("b", b"")], [("imagea", b"b")], [("adapter", b"ab")]]
     assert len({extra_digest(keys) for keys in lists}) == len(lists)
     assert extra_digest([]) == NO_EXTRA == bytes(np.zeros(32, np.uint8))
+
+
+def test_a_change_from_a_token_on_concerns_the_page_it_is_in() -> None:
+    spec = KVSpec(4, (Component("full", 1, 1, 1),))
+    assert [spec.first_page(from_token=token) for token in (0, 3, 4, 11)] == [0, 0, 1, 2]
+    assert spec.first_page(3) == 3
+    for wrong in ({"from_page": 1, "from_token": 4}, {"from_token": -1}, {"from_page": -1}):
+        with pytest.raises(BadRequest):
+            spec.first_page(**wrong)

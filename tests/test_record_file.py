@@ -43,6 +43,22 @@ def test_a_file_never_passes_its_limit_and_stays_whole(tmp_path: Path, name: str
     assert len(decode_ids(lines[-1].pages)) == lines[-1].tokens // 4
 
 
+def test_two_recordings_can_not_be_joined_and_the_last_is_kept(tmp_path: Path) -> None:
+    ids = []
+    for _ in range(2):
+        file = RecordFile(tmp_path / "t.jsonl", 1 << 20)
+        file.open()
+        assert file.write([note(3)]) == 1
+        file.close()
+        last = decode_line((tmp_path / "t.jsonl").read_bytes().splitlines()[-1])
+        assert isinstance(last, UseLine)
+        ids.append(set(decode_ids(last.pages).tolist()))
+    assert not ids[0] & ids[1]
+    kept = decode_line((tmp_path / "t.old.jsonl").read_bytes().splitlines()[-1])
+    assert isinstance(kept, UseLine)
+    assert set(decode_ids(kept.pages).tolist()) == ids[0]
+
+
 def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = RecordFile(tmp_path / "t.jsonl", 1 << 20)
     file.open()

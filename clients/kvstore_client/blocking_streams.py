@@ -114,7 +114,7 @@ class Session:
         done: PutResult = self._run(self.inner.put(data, **options))
         return done
 
-    def abandon(self, from_page: int = 0) -> int:
-        """The conversation will not go on from a page on."""
-        pages: int = self._run(self.inner.abandon(from_page))
+    def abandon(self, from_page: int = 0, *, from_token: int | None = None) -> int:
+        """The conversation will not go on from a page, or a token, on."""
+        pages: int = self._run(self.inner.abandon(from_page, from_token=from_token))
         return pages

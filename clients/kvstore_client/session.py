@@ -105,10 +105,12 @@ class Session:
         await self._seek()
         return done
 
-    async def abandon(self, from_page: int = 0) -> int:
-        """The conversation will not go on from a page on, as after a compaction: its own pages are the first to go."""
-        tokens = bytes(self._tokens)
+    async def abandon(self, from_page: int = 0, *, from_token: int | None = None) -> int:
+        """The conversation will not go on from a page, or a token, on, as after a compaction: its own pages are the first to go."""
+        spec, tokens = self.namespace.spec, bytes(self._tokens)
+        first = spec.first_page(from_page, from_token)
         await self.close()
-        pages = await self.namespace.abandon(tokens, from_page=from_page)
-        del self._tokens[from_page * self.namespace.spec.label_words * 4 :]
+        pages = await self.namespace.abandon(tokens, from_page=first)
+        words = first * spec.label_words if from_token is None or spec.hash_bytes else from_token
+        del self._tokens[words * 4 :]
         return pages

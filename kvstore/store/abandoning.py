@@ -1,6 +1,7 @@
 """What of a context nobody will ask for again: after a compaction, or when a session says that it is over.
 
-A session that comes back with a shorter context, which goes another way than its last one, has compacted it. What comes after
+A session that comes back with a shorter context, which begins as its last one and then goes another way, has compacted it; one that
+shares nothing with it is another matter (a title for the conversation, say), and says nothing of it. What comes after
 the part that both share is abandoned, as far as nobody else has used it: no other session was last at one of these pages or
 below, nobody who names no session has used them, and no sub-agent. A page's use is one of all pages before it, so what nobody
 else used is the end of the path, and all that hangs from it.
@@ -47,7 +48,7 @@ def common_pages(one: Slots, other: Slots) -> int:
 def is_compaction(last: int, common: int, asked: int) -> bool:
     """Whether a context of `asked` pages, of which `common` are the front of the last context of `last` pages, is that one compacted."""
     cut = last - common
-    return common < asked < last and cut >= MIN_CUT_PAGES and cut > MIN_CUT_SHARE * last
+    return 0 < common < asked < last and cut >= MIN_CUT_PAGES and cut > MIN_CUT_SHARE * last
 
 
 def abandon_line(space: Space, line: Line, first: int = 0, *, respecting: int = ANONYMOUS | BRANCHED) -> Abandoned:

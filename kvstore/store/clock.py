@@ -12,16 +12,17 @@ class Clock:
     """Seconds since 1970, never going back while the process lives."""
 
     def __init__(self) -> None:
-        self._base = time.time() - _elapsed()
+        self._base = time.time() - elapsed()
 
     def now(self) -> float:
         """The time now."""
-        return self._base + _elapsed()
+        return self._base + elapsed()
 
     def not_before(self, seconds: float) -> None:
         """It is known to be at least this time: go on from there if the clock is behind."""
-        self._base = max(self._base, seconds - _elapsed())
+        self._base = max(self._base, seconds - elapsed())
 
 
-def _elapsed() -> float:
+def elapsed() -> float:
+    """Seconds that have passed since some moment, sleep of the machine included; nothing moves it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

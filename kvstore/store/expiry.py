@@ -48,7 +48,7 @@ class Expiry:
 
     async def expire(self, space: Space) -> int:
         """Remove what has not been used for the TTL, but nothing leased or retained. Returns the pages."""
-        tick = self._uses.tick_before(self._now() - space.settings.ttl_s)
+        tick = self._uses.tick_before(space.settings.ttl_s)
         if tick < 0:
             return 0
         limit = (tick + 1) << RECENCY_DEPTH_BITS

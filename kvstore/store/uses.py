@@ -10,6 +10,7 @@ from kvstore.hints import Hints, Turn
 from kvstore.radix.pages import ANONYMOUS, BRANCHED, Slots
 from kvstore.radix.tree import Extras, Path
 from kvstore.store.abandoning import abandon_line, common_pages, is_compaction, last_slots
+from kvstore.store.clock import elapsed
 from kvstore.store.session_ends import Line
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
@@ -61,11 +62,12 @@ class Observer(Protocol):
 class Uses:
     """Records uses. `observers` are told of each after it was recorded."""
 
-    def __init__(self, now: Callable[[], float], stats: Stats) -> None:
+    def __init__(self, now: Callable[[], float], stats: Stats, passed: Callable[[], float] = elapsed) -> None:
         self._now = now
+        self._passed = passed
         self._stats = stats
         self._tick = 0
-        self._marks = [(now(), 0)]
+        self._marks = [(passed(), 0)]
         """Times and ticks: all uses up to a tick were at its time, or before."""
         self.observers: list[Observer] = []
 
@@ -133,18 +135,21 @@ class Uses:
         The older the notes are, the fewer are kept: they are a 256th of their age apart, or closer.
         """
         if self._tick > self._marks[-1][1]:
-            self._marks.append((self._now(), self._tick))
+            self._marks.append((self._passed(), self._tick))
         if len(self._marks) > _MARKS:
             self._marks = self._thinned()
 
     def _thinned(self) -> list[tuple[float, int]]:
-        now, kept = self._now(), [self._marks[0]]
+        now, kept = self._passed(), [self._marks[0]]
         for mark, after in zip(self._marks[1:], [*self._marks[2:], (inf, 0)], strict=True):
             if after[0] - kept[-1][0] > (now - mark[0]) / _MARKS_AN_AGE:
                 kept.append(mark)
         return kept
 
-    def tick_before(self, time: float) -> int:
-        """A tick of which it is known that it and all before it were at `time` or earlier; -1 if there is none."""
-        at = bisect_right(self._marks, time, key=lambda mark: mark[0]) - 1
+    def tick_before(self, age_s: float) -> int:
+        """A tick of which it is known that it and all before it are `age_s` seconds ago or longer; -1 if there is none.
+
+        That is time that has passed, whatever the store's clock was set to meanwhile.
+        """
+        at = bisect_right(self._marks, self._passed() - age_s, key=lambda mark: mark[0]) - 1
         return self._marks[at][1] if at >= 0 else -1

@@ -146,6 +146,10 @@ async def test_sessions_send_their_id_by_themselves(daemon: DaemonProcess) -> No
             await sub.release()
             assert await namespace.abandon_session(session.hints.session) == 5, "the first three pages are the other's"
             assert stat(daemon.http)["totals"]["abandoned_pages"] == done, "that was asked for, not noticed"
+            await session.extend(tokens[:0])
+            assert await session.abandon(from_token=18) == 4
+            assert (len(session.tokens), session.pages) == (18, 0)
+            assert await session.extend(tokens[18:]) == 8
         with pytest.raises(BadRequest, match="Turn"):
             await _raw_turn(namespace, "boss")
         assert await namespace.abandon(tokens, from_token=0) == 8

@@ -104,15 +104,6 @@ def test_packed_with_tokens_when_asked_for(tmp_path: Path) -> None:
         assert (tokens == TOKENS[: len(tokens)]).all()
 
 
-def test_two_recordings_can_not_be_joined_and_the_last_is_kept(tmp_path: Path) -> None:
-    first = lines_of(record(tmp_path, "trace.jsonl"))
-    second = lines_of(record(tmp_path, "trace.jsonl"))
-    assert lines_of(tmp_path / "trace.old.jsonl") == first
-    assert isinstance(first[2], UseLine)
-    assert isinstance(second[2], UseLine)
-    assert not set(decode_ids(first[2].pages).tolist()) & set(decode_ids(second[2].pages).tolist())
-
-
 def test_it_ends_at_its_limit_and_says_so(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     limit = {"KVSTORE_RECORD_MAX_BYTES": "8KiB"}

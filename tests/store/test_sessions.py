@@ -90,7 +90,7 @@ async def test_what_another_session_was_last_at_stays(store: Store, space: Space
     await turn(store, space, (*OLD[:6], 70, 71), Hints("c"))
     await turn(store, space, COMPACTED, A)
     assert store.stats.abandoned_pages == 12, "not the first eight pages"
-    await turn(store, space, (60, 61), B)
+    await turn(store, space, (*OLD[:1], 60, 61), B)
     assert store.stats.abandoned_pages == 12 + 14, "B has left them too: of all this only what C was at is of use"
     assert first_to_go(store, space, 14) == keys(space, OLD, 6)
 
@@ -136,6 +136,7 @@ async def test_a_sub_agent_of_the_same_session_is_no_compaction(store: Store, sp
         ((*OLD[:3], *range(100, 120)), "it is longer than before"),
         (OLD[:5], "a look at the front of the same context"),
         ((*OLD, 20, 21), "it went on"),
+        ((200, 201), "another context altogether: a title for the conversation, say"),
     ],
 )
 async def test_what_is_no_compaction(store: Store, space: Space, prompt: Prefix, why: str) -> None:
@@ -242,3 +243,4 @@ def test_hints_out_of_range(bad: dict[str, object]) -> None:
 def test_text_and_bytes_name_the_same_session() -> None:
     assert Hints("a").session_hash == Hints(b"a").session_hash != Hints("b").session_hash
     assert NO_HINTS.session_hash == 0
+    assert Hints("\ud800").session_id, "half a character from somebody's JSON"
