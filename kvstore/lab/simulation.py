@@ -167,7 +167,7 @@ class Simulation:
 
     def _admitted(self, space: LabSpace, slots: Slots, now: float) -> npt.NDArray[np.bool_]:
         """Which pages are written to SSD: those that the policy admits, and all above what is there or admitted."""
-        wanted = self.ssd.admits([self._tiers[SSD].pages(space, slots)], now)
+        wanted = self.dram.admits([self._tiers[DRAM].pages(space, slots)], now)
         if wanted.all():
             return wanted
         there = np.union1d(slots, self._tiers[SSD].resident(space)).astype(np.int32)

@@ -167,7 +167,7 @@ class Replacement:
 
     def admits(self, space: Space, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which pages that leave DRAM (ascending slots) are worth writing to SSD: with one, all above it."""
-        wanted = self.policies[SSD].admits([self._pages(space, slots, SSD)], self._now())
+        wanted = self.policies[DRAM].admits([self._pages(space, slots, DRAM)], self._now())
         return wanted if wanted.all() else raised(space.tree, slots, wanted)
 
     def check(self, space: Space) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from kvstore.errors import BadRequest
+from kvstore.tiers.classifier import Classifier
 from kvstore.tiers.policies.arc import ARC
 from kvstore.tiers.policies.lru import LeafLRU
 from kvstore.tiers.policies.policy import Policy
@@ -15,6 +16,7 @@ _Pair = tuple[Policy, Policy]
 _MAKERS: dict[str, Callable[[int, int], _Pair]] = {
     "lru": lambda _dram, _ssd: (LeafLRU(), LeafLRU()),
     "arc": lambda dram, ssd: (ARC(dram), ARC(ssd)),
+    "classifier": lambda dram, ssd: (Classifier(dram, ssd), LeafLRU()),
     "s3fifo": lambda dram, ssd: (S3FIFO(dram), S3FIFO(ssd)),
 }
 NAMES = tuple(_MAKERS)

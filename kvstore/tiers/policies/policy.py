@@ -101,7 +101,7 @@ class Policy(Protocol):
         ...
 
     def admits(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.bool_]:
-        """Which pages that leave the tier above are to be written to this one."""
+        """Which pages that leave this tier are to be written to the one below."""
         return np.ones(sum(len(pages.slots) for pages in batch), np.bool_)
 
 

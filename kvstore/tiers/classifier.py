@@ -1,0 +1,295 @@
+"""The reuse classifier: which pages are worth their place, learned online from their own hits and from ghosts that come back.
+
+What a request says of its pages becomes a score (will they be used again within the horizon?), the score and the conversation's rhythm a
+class, and the class and the time since the last use a value (see `kvstore.tiers.reuse`). The least value goes first. Where the estimates
+do worse than leaf-LRU, leaf-LRU is followed. Costs nothing to train and needs no hint; docs/classifier.md has the model and its limits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.columns import ColumnSpec
+from kvstore.tiers.policies.policy import Columns, Pages, Policy, Slots, Use, Values, gather, parts
+from kvstore.tiers.reuse.ages import RHYTHMS, SCORES, AgeTables
+from kvstore.tiers.reuse.duel import Duel
+from kvstore.tiers.reuse.features import (
+    Field,
+    field,
+    gap_octaves,
+    hint_code,
+    octave,
+    page_codes,
+    request_code,
+    rhythm_octave,
+)
+from kvstore.tiers.reuse.score import Score
+
+_HORIZON = 2.0
+"""How far ahead the score looks, in ages at which LRU would evict now."""
+_REBUILD, _REBUILD_LEAST = 0.2, 500
+"""The tables are made anew after page uses of so many capacities, and at least so many."""
+_TABLE_HALF_LIFE, _STEP_HALF_LIFE = 8.0, 16.0
+"""In uses of as many pages as are known."""
+_SLACK = 0.01
+"""What leaves a shadow at a time, as a share of it."""
+_KNOWN, _WAITS, _ABANDONED, _SHADOW, _SHADOW_LRU = 1, 2, 4, 8, 16
+_MOST = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is known of a page, what is made of it, and how it compares. Times are in seconds."""
+
+    idle_s: float
+    uses: int
+    turns: int
+    gap_s: float
+    """About; 0 if it was used once."""
+    rhythm_s: float
+    """The conversation's pause, smoothed."""
+    depth_pages: int
+    """About."""
+    children: int
+    """About; of the last request's time."""
+    abandoned: bool
+    score: float
+    """Of being used again within the horizon, 0 to 1, at its last use."""
+    horizon_s: float
+    chance: float
+    """Of being used again before LRU would evict it, given that it has been idle so long."""
+    value: float
+    """Reuses a second of keeping it."""
+    floor: float
+    """The value under which pages went at the last eviction."""
+    follows: str
+    """Who decides now: `estimates` or `lru`."""
+
+
+class Classifier(Policy):
+    """For DRAM of `capacity` pages, above an SSD tier of `ssd_capacity`.
+
+    What is less likely than `least_chance` to be used before SSD would evict it is not written there.
+    """
+
+    columns = (
+        ColumnSpec("last", "f8"), ColumnSpec("code", "u8"), ColumnSpec("rhythm", "f4"), ColumnSpec("uses", "u1"),
+        ColumnSpec("turns", "u1"), ColumnSpec("class", "u1"), ColumnSpec("state", "u1"),
+    )  # fmt: skip
+    counts_children = True
+
+    def __init__(self, capacity: int, ssd_capacity: int = 0, least_chance: float = 0.0) -> None:
+        self._capacity = capacity
+        self._ssd_capacity = ssd_capacity
+        self._least_chance = least_chance
+        self._score = Score()
+        self._tables = AgeTables()
+        self._duel = Duel()
+        self._lru_age = self._ssd_age = 1e9
+        self._start: float | None = None
+        self._since = 0
+        self._floor = 0.0
+
+    @property
+    def horizon_s(self) -> float:
+        """How far ahead the score looks."""
+        return _HORIZON * self._lru_age
+
+    def resize(self, pages: int) -> None:
+        """Take the capacity from what the tier holds."""
+        self._capacity = pages
+
+    # --- learning ------------------------------------------------------------------------------------------------------
+
+    def used(self, columns: Columns, use: Use) -> None:
+        """Learn from the pages that come back, and note what the request says of all."""
+        now = use.now
+        if self._start is None:
+            self._start = now
+        code = hint_code(use.hints)
+        if code:
+            self._score.look_at_hints()
+        if not use.counted:
+            self._play(columns, use)
+        mine, back = use.slots[use.counted :], use.slots[use.counted : use.known]
+        gaps = now - columns["last"][back]
+        self._learn_reuse(columns, back, gaps)
+        turn, rhythm, was_end, base_uses = self._conversation(columns, use)
+        uses = columns["uses"]
+        uses[back] = np.minimum(uses[back], _MOST - 1) + 1
+        uses[use.slots[max(use.known, use.counted) :]] = 1
+        count = len(use.slots)
+        octaves = np.zeros(len(mine), np.int64)
+        octaves[: len(back)] = gap_octaves(gaps)
+        rhythm_bin = rhythm_octave(rhythm) if use.known else 0
+        shared = request_code(
+            {
+                Field.NEW_PAGES: octave(count - use.known), Field.KNOWN_PAGES: octave(use.known), Field.PAGES: octave(count),
+                Field.REQUEST_GAP: int(octaves[len(back) - 1]) if len(back) else 0, Field.TURNS: octave(turn, 7),
+                Field.WAS_END: was_end, Field.RHYTHM: rhythm_bin, Field.HINT: code,
+            }
+        )  # fmt: skip
+        depths = np.arange(use.counted, count)
+        codes = page_codes(
+            uses=uses[mine], gaps=octaves, depths=depths, end=count, children=use.children[use.counted :], new=depths >= use.known,
+            base_uses=base_uses,
+        ) | np.uint64(shared)  # fmt: skip
+        score = np.clip(np.floor(self._score.of(codes) * 2 + SCORES / 2), 0, SCORES - 1).astype(np.int64)
+        columns["code"][mine] = codes
+        columns["class"][mine] = min(RHYTHMS - 1, rhythm_bin // 2) * SCORES + score
+        columns["last"][mine], columns["turns"][mine], columns["rhythm"][mine] = now, turn, rhythm
+        columns["state"][mine] = columns["state"][mine] & (_SHADOW | _SHADOW_LRU) | (_KNOWN | _WAITS | _SHADOW | _SHADOW_LRU)
+        self._since += len(mine)
+
+    def _play(self, columns: Columns, use: Use) -> None:
+        state = columns["state"][use.slots[: use.known]]
+        self._duel.played(_front(state & _SHADOW), _front(state & _SHADOW_LRU))
+
+    def _learn_reuse(self, columns: Columns, back: Slots, gaps: npt.NDArray[np.float64]) -> None:
+        self._tables.reused(columns["class"][back], gaps)
+        waits = (columns["state"][back] & _WAITS) != 0
+        soon = gaps <= self.horizon_s
+        self._score.learn(columns["code"][back[waits & soon]], used_again=True)
+        self._score.learn(columns["code"][back[waits & ~soon]], used_again=False)
+
+    def _conversation(self, columns: Columns, use: Use) -> tuple[int, float, int, int]:
+        """(turns, smoothed gap, where its end was, uses) of the conversation that the deepest known page tells of."""
+        if not use.known:
+            return 0, 0.0, 0, 0
+        deepest = int(use.slots[use.known - 1])
+        turns, rhythm = int(columns["turns"][deepest]), float(columns["rhythm"][deepest])
+        was_end = int(field(columns["code"][[deepest]], Field.FROM_END)[0])
+        base_uses = octave(int(columns["uses"][deepest]), 7)
+        if use.known > use.counted:
+            pause = float(np.log2(use.now - float(columns["last"][deepest]) + 0.125))
+            rhythm = 0.7 * rhythm + 0.3 * pause if turns else pause
+            turns = min(_MOST, turns + 1)
+        return turns, rhythm, was_end, base_uses
+
+    def abandoned(self, columns: Columns, slots: Slots, now: float) -> None:
+        """They are the first to go, unless they are used after all."""
+        columns["state"][slots] |= _ABANDONED
+
+    def forgotten(self, columns: Columns, slots: Slots, now: float) -> None:
+        """They were not used up to now."""
+        state = columns["state"][slots]
+        known = (state & _KNOWN) != 0
+        self._tables.lost(columns["class"][slots[known]], now - columns["last"][slots[known]])
+        self._score.learn(columns["code"][slots[known & ((state & _WAITS) != 0)]], used_again=False)
+        columns["state"][slots] = 0
+
+    # --- deciding ------------------------------------------------------------------------------------------------------
+
+    def values(self, batch: Sequence[Pages], wanted: int, now: float) -> Values:
+        """Reuses a second of keeping each page, or its recency as long as LRU does better."""
+        if self._since >= max(_REBUILD_LEAST, _REBUILD * self._capacity):
+            self._rebuild(batch, now)
+        self._trim(batch, _SHADOW_LRU, now)
+        self._trim(batch, _SHADOW, now)
+        if self._duel.follow_lru:
+            return gather(batch, "recency")
+        values = self._worth(batch, now)
+        if 0 < wanted <= len(values):
+            self._floor = float(np.partition(values, wanted - 1)[wanted - 1])
+        return values
+
+    def _worth(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.float64]:
+        values = self._tables.worth(gather(batch, "class"), now - gather(batch, "last"))
+        values[(gather(batch, "state") & _ABANDONED) != 0] = -1.0
+        return values
+
+    def _rebuild(self, batch: Sequence[Pages], now: float) -> None:
+        """Look at all that is known: who was not used within the horizon, and which ages there are."""
+        known = [_with(pages, _KNOWN) for pages in batch]
+        ages = now - gather(known, "last")
+        for pages in known:
+            late = pages.slots[((pages.of("state") & _WAITS) != 0) & (now - pages.of("last") > self.horizon_s)]
+            self._score.learn(pages.columns["code"][late], used_again=False)
+            pages.columns["state"][late] &= ~np.uint8(_WAITS)
+        self._tables.rebuild(gather(known, "class"), ages)
+        rounds = self._since / max(1, len(ages))
+        self._tables.forget(float(np.exp2(-rounds / _TABLE_HALF_LIFE)))
+        self._score.forget(float(np.exp2(-rounds / _STEP_HALF_LIFE)))
+        self._since = 0
+        self._lru_age = self._age_at(ages, self._capacity, now)
+        self._ssd_age = self._age_at(ages, self._capacity + self._ssd_capacity, now)
+
+    def _age_at(self, ages: npt.NDArray[np.float64], capacity: int, now: float) -> float:
+        """The age at which LRU evicts from so many pages."""
+        full = len(ages) >= capacity
+        return max(1e-3, float(np.partition(ages, capacity - 1)[capacity - 1]) if full else now - (self._start or 0.0))
+
+    def admits(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.bool_]:
+        """Which pages that leave are likely enough to come back from SSD."""
+        if not self._least_chance:
+            return super().admits(batch, now)
+        chances = [self.chance(pages.columns, pages.slots, now, self._ssd_age) for pages in batch]
+        return np.asarray(np.concatenate(chances) >= self._least_chance)
+
+    def _trim(self, batch: Sequence[Pages], shadow: int, now: float) -> None:
+        """Bring what a player would hold down to the capacity."""
+        held = [_with(pages, shadow) for pages in batch]
+        count = sum(len(pages.slots) for pages in held)
+        if count <= self._capacity:
+            return
+        recency = gather(held, "recency")
+        values: Values = recency
+        if shadow == _SHADOW:
+            worth = self._worth(held, now)
+            values = np.concatenate([pages.raised(pages.slots, worth[part]) for pages, part in parts(held)])
+        leaving = _least(values, recency, count - self._capacity + int(_SLACK * self._capacity))
+        gone = np.zeros(count, np.bool_)
+        gone[leaving] = True
+        for pages, part in parts(held):
+            pages.columns["state"][pages.slots[gone[part]]] &= ~np.uint8(shadow)
+
+    def chance(self, columns: Columns, slots: Slots, now: float, within: float) -> npt.NDArray[np.float64]:
+        """The chance that pages are used within so many seconds from now."""
+        return self._tables.chance(columns["class"][slots], now - columns["last"][slots], within)
+
+    def explain(self, pages: Pages, now: float) -> list[Explanation]:
+        """What is made of each page, and of what."""
+        columns, slots = pages.columns, pages.slots
+        codes = columns["code"][slots]
+        gaps, depths, children = (field(codes, which) for which in (Field.GAP, Field.DEPTH, Field.CHILDREN))
+        return [
+            Explanation(
+                idle_s=now - float(columns["last"][slot]), uses=int(columns["uses"][slot]), turns=int(columns["turns"][slot]),
+                gap_s=float(2.0 ** (gap - 3.5)) if gap else 0.0, rhythm_s=float(2.0 ** float(columns["rhythm"][slot])),
+                depth_pages=_least_of(depth), children=_least_of(kids % 8), abandoned=bool(columns["state"][slot] & _ABANDONED),
+                score=float(1 / (1 + np.exp(-score))), horizon_s=self.horizon_s, chance=float(chance), value=float(value),
+                floor=self._floor, follows="lru" if self._duel.follow_lru else "estimates",
+            )
+            for slot, gap, depth, kids, score, chance, value in zip(
+                slots.tolist(), gaps.tolist(), depths.tolist(), children.tolist(), self._score.of(codes).tolist(),
+                self.chance(columns, slots, now, self._lru_age).tolist(), self._worth([pages], now).tolist(), strict=True,
+            )
+        ]  # fmt: skip
+
+
+def _with(pages: Pages, state: int) -> Pages:
+    """All pages and ghosts of a tree that have a bit of the state."""
+    slots = np.flatnonzero(pages.columns["state"][: pages.high] & state).astype(np.int32)
+    return Pages(pages.columns, slots, pages.high, pages.raised)
+
+
+def _front(bits: npt.NDArray[Any]) -> int:
+    """How many are set before the first that is not."""
+    return len(bits) if bits.all() else int(bits.argmin())
+
+
+def _least(values: Values, recency: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """The places of the `count` least values; of equals the least recent, which are the deepest."""
+    if count >= len(values):
+        return np.arange(len(values))
+    low = np.flatnonzero(values <= np.partition(values, count - 1)[count - 1])
+    found: npt.NDArray[np.int64] = low[np.lexsort((recency[low], values[low]))[:count]]
+    return found
+
+
+def _least_of(octave_bin: int) -> int:
+    """The least count in an octave."""
+    return octave_bin if octave_bin < 3 else 2 ** (octave_bin - 2) + 1

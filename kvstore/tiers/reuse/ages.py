@@ -1,0 +1,104 @@
+"""What idle time says: how likely pages of a class are to be used again at each age, and so what keeping one is worth. Pure.
+
+Hazards by age are estimated as survival analysis does it (E. Kaplan, P. Meier, 1958): pages that are still idle, or were
+forgotten, have been at risk up to their age. Thin data shrinks towards coarser classes, and at last to a hazard of 1/age, under
+which the least recently used is worth least. What keeping is worth is the best rate of reuse that can be had from an age on, over
+all times to give up: hit density (N. Beckmann et al., LHD, NSDI '18) with its horizon maximised: the Gittins index of the page.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+SCORES, RHYTHMS = 24, 6
+CLASSES = SCORES * RHYTHMS
+_AGES = 64
+_PER_OCTAVE, _FIRST_OCTAVE = 2.0, -8.0
+_SHRINK = 20.0
+"""Observations that the coarser class counts for."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class AgeTables:
+    """Reuses, losses and what follows, by class (score and rhythm) and age: half an octave of seconds a bin."""
+
+    def __init__(self) -> None:
+        self._reused: Floats = np.zeros((CLASSES, _AGES))
+        self._lost: Floats = np.zeros((CLASSES, _AGES))
+        self._index: Floats = np.zeros((CLASSES, _AGES + 1))
+        self._surviving: Floats = np.ones((CLASSES, _AGES + 1))
+        self._edges: Floats = np.exp2(np.arange(_AGES + 1) / _PER_OCTAVE + _FIRST_OCTAVE)
+        self._edges[0] = 0.0
+
+    def reused(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
+        """Pages were used again at these ages (seconds)."""
+        np.add.at(self._reused, (classes, _bins(ages)), 1)
+
+    def lost(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
+        """Pages were forgotten at these ages: they were not used up to then."""
+        np.add.at(self._lost, (classes, _bins(ages)), 1)
+
+    def forget(self, share_kept: float) -> None:
+        """Let what was seen count less."""
+        self._reused *= share_kept
+        self._lost *= share_kept
+
+    def rebuild(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
+        """Estimate anew; the arguments are of all pages and ghosts that are idle now."""
+        idle = np.bincount(classes.astype(np.int64) * _AGES + _bins(ages), minlength=CLASSES * _AGES).reshape(CLASSES, _AGES)
+        gone = self._lost + idle
+        reached = (self._reused + gone)[:, ::-1].cumsum(1)[:, ::-1]
+        hazards = self._hazards(reached - gone / 2)
+        surviving = np.ones((CLASSES, _AGES + 1))
+        np.cumprod(1 - hazards, axis=1, out=surviving[:, 1:])
+        held = np.zeros((CLASSES, _AGES + 1))
+        np.cumsum((surviving[:, 1:] + surviving[:, :-1]) / 2 * np.diff(self._edges), axis=1, out=held[:, 1:])
+        self._surviving = surviving
+        seen = np.flatnonzero(reached[:, 0] > 0)
+        last = min(_AGES, int(np.flatnonzero(reached.sum(0) > 0).max(initial=0)) + 2)
+        alive, time = surviving[seen], held[seen]
+        for start in range(_AGES):
+            later = slice(start + 1, max(last, start + 1) + 1)
+            rates = (alive[:, start : start + 1] - alive[:, later]) / np.maximum(time[:, later] - time[:, start : start + 1], 1e-300)
+            self._index[seen, start] = rates.max(1)
+        self._index[:, _AGES] = self._index[:, _AGES - 1]
+
+    def _hazards(self, at_risk: Floats) -> Floats:
+        """The chance of reuse within each age bin for who reaches it, by class."""
+        reused, total = self._reused.sum(0), at_risk.sum(0)
+        flat = (reused.sum() + 0.1) / (total.sum() + 10)
+        pool = ((reused + _SHRINK * flat) / (total + _SHRINK))[np.newaxis, :]
+        scores = (RHYTHMS, SCORES, _AGES)
+        by_score = _shrunk(self._reused.reshape(scores).sum(0), at_risk.reshape(scores).sum(0), pool)
+        return _shrunk(self._reused, at_risk, np.tile(by_score, (RHYTHMS, 1)))
+
+    def worth(self, classes: npt.NDArray[np.uint8], ages: Floats) -> Floats:
+        """Reuses for each second of keeping pages, at best."""
+        place = _position(ages)
+        low = place.astype(np.int64)
+        flat, part, table = classes.astype(np.int64) * (_AGES + 1) + low, place - low, self._index.ravel()
+        found: Floats = table[flat] * (1 - part) + table[flat + 1] * part
+        return found
+
+    def chance(self, classes: npt.NDArray[np.uint8], ages: Floats, within: float) -> Floats:
+        """The chance that pages, idle up to these ages, are used within so many seconds from now."""
+        now = self._surviving[classes, _bins(ages)]
+        then = self._surviving[classes, _bins(ages + within) + 1]
+        found: Floats = 1 - then / np.maximum(now, 1e-12)
+        return found
+
+
+def _shrunk(reused: Floats, at_risk: Floats, coarser: Floats) -> Floats:
+    """Hazards of classes, where there is little to see by those of a coarser class, scaled to what there is."""
+    scale = (reused.sum(1, keepdims=True) + 1) / ((at_risk * coarser).sum(1, keepdims=True) + 1)
+    found: Floats = np.minimum(0.99, (reused + _SHRINK * np.minimum(0.95, scale * coarser)) / (at_risk + _SHRINK))
+    return found
+
+
+def _position(ages: Floats) -> Floats:
+    found: Floats = np.clip((np.log2(ages + 1e-9) - _FIRST_OCTAVE) * _PER_OCTAVE, 0, _AGES - 1.001)
+    return found
+
+
+def _bins(ages: Floats) -> npt.NDArray[np.int64]:
+    return _position(ages).astype(np.int64)

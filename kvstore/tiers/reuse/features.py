@@ -1,0 +1,124 @@
+"""What is known of a page at its last use, as sixteen numbers of four bits in one word. Pure.
+
+Counts and times are binned by octaves, so that no bin is of a certain size of page, context or pause.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.hints import Ended, Hints, Turn
+
+Ints = npt.NDArray[np.int64]
+
+
+class Field(IntEnum):
+    """Where each number is; 4 bits each."""
+
+    USES = 0
+    GAP = 1
+    """Octave of the seconds between the last two uses; 0 for none."""
+    FROM_END = 2
+    """How far from the end of the request."""
+    NEW_PAGES = 3
+    """Pages of the request that nobody had."""
+    DEPTH = 4
+    CHILDREN = 5
+    """Different pages that follow; 8 more if the page was new."""
+    KNOWN_PAGES = 6
+    """Pages of the request that were known."""
+    REQUEST_GAP = 7
+    """The gap of the deepest page that was known: the conversation's last pause."""
+    TURNS = 8
+    """Requests that each went on from the one before, as far as the tree shows."""
+    WAS_END = 9
+    """How far from its request's end the deepest known page was when it was used before: 1 if the conversation just went on."""
+    BASE_USES = 10
+    """Uses of the deepest known page; 8 more if the page was new."""
+    PAGES = 11
+    """Pages of the request."""
+    RHYTHM = 12
+    """The conversation's pauses, smoothed."""
+    HINT = 13
+    """What the client said of its turn; 0 for nothing."""
+    NOTHING = 14
+
+
+PAIRS = [
+    (Field.USES, Field.GAP), (Field.USES, Field.FROM_END), (Field.USES, Field.NEW_PAGES), (Field.USES, Field.DEPTH),
+    (Field.USES, Field.CHILDREN), (Field.NEW_PAGES, Field.KNOWN_PAGES), (Field.REQUEST_GAP, Field.TURNS), (Field.WAS_END, Field.BASE_USES),
+    (Field.GAP, Field.REQUEST_GAP), (Field.PAGES, Field.USES), (Field.RHYTHM, Field.REQUEST_GAP), (Field.RHYTHM, Field.TURNS),
+    (Field.WAS_END, Field.NEW_PAGES), (Field.USES, Field.BASE_USES), (Field.FROM_END, Field.CHILDREN), (Field.FROM_END, Field.NEW_PAGES),
+    (Field.NOTHING, Field.NOTHING), (Field.DEPTH, Field.FROM_END),
+]  # fmt: skip
+"""What is looked at together."""
+HINT_PAIRS = [
+    (Field.HINT, Field.NOTHING), (Field.HINT, Field.REQUEST_GAP), (Field.HINT, Field.RHYTHM), (Field.HINT, Field.USES),
+    (Field.HINT, Field.TURNS), (Field.HINT, Field.NEW_PAGES),
+]  # fmt: skip
+
+_TABLE = 1 << 16
+
+
+def _octaves(top: int) -> Ints:
+    count = np.arange(_TABLE)
+    return np.minimum(top, np.where(count == 0, 0, 1 + np.ceil(np.log2(np.maximum(count, 1))))).astype(np.int64)
+
+
+_OCTAVES_15, _OCTAVES_7 = _octaves(15), _octaves(7)
+_USES = np.array([0, 1, 2, 3, 4, 5, 6, 7, 7] + [8] * 4 + [9] * 4 + [10] * 16 + [11] * 32 + [12] * 191, np.int64)
+
+
+def octave(count: int, top: int = 15) -> int:
+    """0, 1, 2, 3-4, 5-8 ... as 0, 1, 2, 3, 4 ... up to `top`."""
+    return min(top, 0 if count <= 0 else 1 + (count - 1).bit_length())
+
+
+def gap_octaves(seconds: npt.NDArray[np.float64]) -> Ints:
+    """Octaves of seconds, 1 to 15."""
+    found: Ints = np.clip(np.floor(np.log2(seconds + 1e-3) + 4), 1, 15).astype(np.int64)
+    return found
+
+
+def rhythm_octave(rhythm: float) -> int:
+    """The bin of a smoothed binary logarithm of seconds, 1 to 15."""
+    return int(np.clip(np.floor(rhythm + 4), 1, 15))
+
+
+def hint_code(hints: Hints) -> int:
+    """What a client said of its turn, in four bits."""
+    if hints.ended is None and hints.turn is None:
+        return 0
+    ended = 0 if hints.ended is None else 1 + list(Ended).index(hints.ended)
+    turn = 0 if hints.turn is None else 1 + list(Turn).index(hints.turn)
+    return 1 + 3 * ended + turn
+
+
+def field(codes: npt.NDArray[np.uint64], which: Field) -> Ints:
+    """One number of each code."""
+    found: Ints = (codes >> np.uint64(4 * which) & np.uint64(15)).astype(np.int64)
+    return found
+
+
+def request_code(values: dict[Field, int]) -> int:
+    """The part of the code that all pages of a request share."""
+    return sum(value << 4 * which for which, value in values.items())
+
+
+def page_codes(
+    *, uses: npt.NDArray[Any], gaps: Ints, depths: Ints, end: int, children: npt.NDArray[Any], new: npt.NDArray[np.bool_], base_uses: int
+) -> npt.NDArray[np.uint64]:
+    """The part of the code that is each page's own. `end` is how many pages the request has, `gaps` are octaves."""
+    clipped = np.minimum(depths, _TABLE - 1)
+    from_end = np.minimum(end - 1 - depths, _TABLE - 1)
+    found = (
+        _USES[uses] << 4 * Field.USES
+        | gaps << 4 * Field.GAP
+        | _OCTAVES_7[from_end] << 4 * Field.FROM_END
+        | _OCTAVES_15[clipped] << 4 * Field.DEPTH
+        | (_OCTAVES_7[np.minimum(children, _TABLE - 1)] + 8 * new) << 4 * Field.CHILDREN
+        | (base_uses + 8 * new) << 4 * Field.BASE_USES
+    )
+    return np.asarray(found, np.uint64)

@@ -1,0 +1,64 @@
+"""Will a page be used again within the horizon? Logistic regression over pairs of bins, learned with every answer that time gives.
+
+One weight for each pair of values of each pair of features; steps by AdaGrad (J. Duchi et al., JMLR 2011), whose sums decay, so that what
+was learned long ago can be unlearned. Pages of one request are one example: their gradients are summed.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.tiers.reuse.features import HINT_PAIRS, PAIRS, Field
+
+_RATE = 0.3
+_WIDTH = 256
+"""Values of a pair of features."""
+
+
+class Score:
+    """Log-odds of reuse. Hints are looked at from the first that comes."""
+
+    def __init__(self) -> None:
+        self._weights = np.zeros(0)
+        self._sums = np.zeros(0)
+        self._first = self._second = np.zeros(0, np.uint64)
+        self._bases = np.zeros((1, 0), np.int64)
+        self.hinted = False
+        self._look_at(PAIRS)
+
+    def _look_at(self, pairs: list[tuple[Field, Field]]) -> None:
+        more = np.zeros(_WIDTH * len(pairs) - len(self._weights))
+        self._weights, self._sums = np.append(self._weights, more), np.append(self._sums, more)
+        self._first = np.array([4 * one for one, _ in pairs], np.uint64)
+        self._second = np.array([4 * other for _, other in pairs], np.uint64)
+        self._bases = (_WIDTH * np.arange(len(pairs)))[np.newaxis, :]
+
+    def look_at_hints(self) -> None:
+        """A client gives hints: learn what they are worth."""
+        if not self.hinted:
+            self.hinted = True
+            self._look_at(PAIRS + HINT_PAIRS)
+
+    def _places(self, codes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        column, low = codes[:, np.newaxis], np.uint64(15)
+        pairs = ((column >> self._first & low) << np.uint64(4)) | (column >> self._second & low)
+        return pairs.astype(np.int64) + self._bases
+
+    def of(self, codes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+        """The log-odds for pages with these codes (see features)."""
+        found: npt.NDArray[np.float64] = self._weights[self._places(codes)].sum(1)
+        return found
+
+    def learn(self, codes: npt.NDArray[np.uint64], *, used_again: bool) -> None:
+        """What became of pages that had these codes."""
+        if not len(codes):
+            return
+        places = self._places(codes)
+        error = 1 / (1 + np.exp(-self._weights[places].sum(1))) - used_again
+        pairs = places.shape[1]
+        gradient = np.bincount(places.ravel(), np.repeat(error, pairs), len(self._weights))
+        self._sums += gradient * gradient
+        self._weights -= _RATE / np.sqrt(pairs) * gradient / np.sqrt(self._sums + 1)
+
+    def forget(self, share_kept: float) -> None:
+        """Let what was learned weigh less against what comes."""
+        self._sums *= share_kept
