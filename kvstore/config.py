@@ -64,7 +64,7 @@ class Config(BaseModel):
     segment: Size = Field(64 << 20, ge=1 << 16, description="most bytes of a DRAM segment")
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
     extent: int = Field(DEFAULT_EXTENT_BYTES, ge=2032, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
-    policy: str = Field("lru", description=f"which pages leave a tier first: {', '.join(NAMES)}")
+    policy: str = Field("classifier", description=f"which pages leave a tier first: {', '.join(NAMES)}")
     max_ghosts: int = Field(200_000, ge=0, le=200_000_000, description="most evicted pages of a namespace whose label and history are kept")
     max_sessions: int = Field(65_536, ge=1, le=100_000_000, description="sessions of a namespace of which it is known where they were last")
     max_leased: Size = Field(0, ge=0, description="payload bytes that the leases of one client may hold; half of both tiers if 0")

@@ -69,6 +69,20 @@ def open_readonly(path: Path) -> lmdb.Environment:
     return env
 
 
+@contextmanager
+def writing(env: lmdb.Environment, path: Path) -> Iterator[lmdb.Transaction]:
+    """A write transaction of the environment in a folder. Raises lmdb.Error or OSError, nothing done; damage is marked."""
+    try:
+        with env.begin(write=True) as txn:
+            yield txn
+    except SystemError as error:  # what py-lmdb's cursors make of an error while they delete from a damaged page
+        mark_damaged(path)
+        raise lmdb.CorruptedError(str(error.__cause__ or error)) from error
+    except STRUCTURAL:
+        mark_damaged(path)
+        raise
+
+
 def check_order(key: bytes, start: bytes) -> bytes:
     """A key that a cursor reached from `start` on. One before that would have it walked for ever: raises CorruptedError."""
     if key < start:

@@ -243,6 +243,10 @@ class PrefetchBody(PrefixBody):
     last_page: Annotated[int, Field(ge=-1, le=_LARGEST, description="the page after the last one; -1 for all there are"), _WHOLE] = -1
 
 
+class WhyBody(PrefetchBody):
+    """Body of POST /v1/namespaces/{namespace}/why."""
+
+
 class PinBody(PrefixBody):
     """Body of POST /v1/namespaces/{namespace}/pin."""
 
@@ -285,6 +289,46 @@ class Pinned(ReplyModel):
     pin: PinId
     pages: int
     ttl_s: float
+
+
+class PageEstimate(ReplyModel):
+    """What the classifier knows of a page, and makes of it. Times are in seconds; octaves are given by their middle or least."""
+
+    idle_s: float
+    uses: int
+    turns: Annotated[int, Field(description="requests of its conversation that each went on from the one before")]
+    gap_s: Annotated[float, Field(description="between its last two uses; 0 if there was one")]
+    rhythm_s: Annotated[float, Field(description="the conversation's pauses, smoothed")]
+    depth_pages: int
+    children: Annotated[int, Field(description="different pages that follow on it")]
+    abandoned: bool
+    score: Annotated[float, Field(description="chance of use within the horizon, as it was at its last use")]
+    horizon_s: float
+    chance: Annotated[float, Field(description="of use before LRU would evict it, now that it has been idle so long")]
+    value: Annotated[float, Field(description="reuses a second of keeping it; the least goes first")]
+    floor: Annotated[float, Field(description="the value up to which pages went at the last eviction")]
+    follows: Annotated[Literal["estimates", "lru"], Field(description="who decides, as they do better of late")]
+
+
+class PageWhy(ReplyModel):
+    """One page: where it is, and why."""
+
+    page: int
+    in_dram: bool
+    on_ssd: bool
+    leased: bool
+    rank: Annotated[int | None, Field(description="its place among the pages that can leave DRAM, 0 for who goes first")] = None
+    decision: str
+    estimate: Annotated[PageEstimate | None, Field(description="by the policy `classifier` only")] = None
+
+
+class Why(ReplyModel):
+    """Pages of a prefix, where they are, and why."""
+
+    policy: str
+    pages: Annotated[int, Field(description="of the prefix that are there")]
+    candidates: Annotated[int, Field(description="pages of the namespace that can leave DRAM now")]
+    found: Annotated[list[PageWhy], Field(description="those asked about, at most 1024")]
 
 
 class Affected(ReplyModel):

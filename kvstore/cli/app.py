@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import check, data, doctor, namespaces, plan, prefixes, serve, simulate, watch
+from kvstore.cli import check, data, doctor, namespaces, plan, prefixes, serve, simulate, watch, why
 from kvstore.cli.common import credentials, print_error
 from kvstore.errors import KVStoreError
 
@@ -26,6 +26,7 @@ app.command()(check.check)
 app.command()(doctor.doctor)
 app.command()(plan.plan)
 app.command()(simulate.simulate)
+app.command()(why.why)
 app.command()(data.put)
 app.command()(data.get)
 app.command()(data.match)

@@ -7,8 +7,7 @@ call from an executor thread. A record is only ever written after the bytes it n
 import json
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path as FilePath
@@ -21,7 +20,7 @@ from xxhash import xxh3_128_digest
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
 from kvstore.kvspec import PartRange, canonical_json
-from kvstore.lmdb_files import STRUCTURAL, Gate, check_order, mark_damaged, open_environment, open_readonly
+from kvstore.lmdb_files import Gate, check_order, mark_damaged, open_environment, open_readonly, writing
 
 _NAMESPACE, _PAGE, _PROBE = b"N", b"P", b"T"
 _RECORD_VERSION = 1
@@ -147,7 +146,7 @@ class Journal:
                 with self._gate.alone():
                     self._env.close()
                     self._env = open_environment(self._path, self._map_bytes, max_spare_txns=2)
-        with self._write() as txn:
+        with writing(self._env, self._path) as txn:
             txn.delete(_PROBE)
 
     def salvage(self) -> None:
@@ -159,15 +158,6 @@ class Journal:
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
-
-    @contextmanager
-    def _write(self) -> Iterator[lmdb.Transaction]:
-        try:
-            with self._env.begin(write=True) as txn:
-                yield txn
-        except STRUCTURAL:
-            mark_damaged(self._path)
-            raise
 
     def namespaces(self) -> tuple[list[NamespaceRecord], list[int]]:
         """All namespaces that verify, and the numbers of those that do not."""
@@ -214,13 +204,13 @@ class Journal:
         """Write a namespace record, durably."""
         key = _NAMESPACE + record.number.to_bytes(4, "big")
         body = canonical_json({"digest": record.digest.hex(), "settings": record.settings})
-        with self._write() as txn:
+        with writing(self._env, self._path) as txn:
             txn.put(key, body + xxh3_128_digest(key + body))
 
     def drop_namespace(self, number: int) -> None:
         """Delete a namespace and all its pages, durably."""
         prefix = _PAGE + number.to_bytes(4, "big")
-        with self._write() as txn:
+        with writing(self._env, self._path) as txn:
             txn.delete(_NAMESPACE + number.to_bytes(4, "big"))
             with txn.cursor() as cursor:
                 while cursor.set_range(prefix) and bytes(cursor.key()).startswith(prefix):
@@ -228,7 +218,7 @@ class Journal:
 
     def commit(self, batch: JournalBatch) -> None:
         """Apply a batch in one transaction; it is durable when this returns."""
-        with self._write() as txn:
+        with writing(self._env, self._path) as txn:
             for number, key in batch.delete_pages:
                 txn.delete(_page_key(number, key))
             for number, key, record in batch.put_pages:

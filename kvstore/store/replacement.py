@@ -22,7 +22,7 @@ from kvstore.radix.pages import DURABLE, Slots
 from kvstore.radix.tree import Path, RadixTree
 from kvstore.store.space import Space
 from kvstore.store.uses import Asked, Use
-from kvstore.tiers.policies import Columns, Pages, Policy, Values, parts
+from kvstore.tiers.policies import Columns, Explanation, Pages, Policy, Values, parts
 from kvstore.tiers.policies import Use as PolicyUse
 from kvstore.tiers.policies.kept import columns_of, specs_of
 
@@ -178,6 +178,21 @@ class Replacement:
             "the policies take the wrong pages to be on SSD"
         )
         assert not (place[tree.ghost_slots()] & (DRAM | SSD)).any(), "the policies take a ghost to be in a tier"
+
+    def rank(self, space: Space, slots: Slots) -> dict[int, int] | None:
+        """The place of each page in DRAM (ascending slots) among them all, 0 for who goes first; None if the policy can't tell."""
+        pages = self._pages(space, slots, DRAM)
+        values = self.policies[DRAM].peek(pages, self._now())
+        if values is None:
+            return None
+        order = np.lexsort((space.tree.pages.recency[slots], raised(space.tree, slots, values)))
+        return dict(zip(slots[order].tolist(), range(len(slots)), strict=True))
+
+    def explain(self, space: Space, slots: Slots) -> list[Explanation]:
+        """What the policy of DRAM makes of pages, in their order; nothing if it only goes by the order of uses."""
+        ascending = np.argsort(slots, kind="stable")
+        found = self.policies[DRAM].explain(self._pages(space, slots[ascending], DRAM), self._now())
+        return [found[at] for at in np.argsort(ascending).tolist()] if found else []
 
     # --- columns -------------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from kvstore.store.store_config import StoreConfig
 from kvstore.store.upkeep import Orphans, flush
 from kvstore.store.uses import Uses
 from kvstore.store.vacate import Vacator
+from kvstore.store.why import Why, why
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
 from kvstore.tiers.dram import Arena, SegmentUsage
@@ -324,6 +325,10 @@ class Store:
         return self._matching.match(
             space, tokens, extras, owner=owner, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base, hints=hints
         )
+
+    def why(self, space: Space, tokens: bytes, extras: Extras, first: int = 0, last: int = -1) -> Why:
+        """Where the pages [first, last) of a prefix are, and why (see `kvstore.store.why`)."""
+        return why(self.replacement, self.config.policy, space, tokens, extras, first, last)
 
     def find_blob(self, space: Space, blob_id: bytes) -> int:
         """The row of a blob; NotFound if the namespace has no such blob."""

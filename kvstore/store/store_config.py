@@ -19,7 +19,7 @@ class StoreConfig:
     ssd_bytes: int
     max_pages: int = 10_000_000
     max_ghosts: int = 200_000
-    policy: str = "lru"
+    policy: str = "classifier"
     """Which pages leave a tier first: a name of `kvstore.tiers.policies`."""
     max_sessions: int = DEFAULT_SESSIONS
     """Sessions of a namespace of which it is remembered where they were last."""

@@ -6,14 +6,13 @@ do worse than leaf-LRU, leaf-LRU is followed. Costs nothing to train and needs n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import ColumnSpec
-from kvstore.tiers.policies.policy import Columns, Pages, Policy, Slots, Use, Values, gather, parts
+from kvstore.tiers.policies.policy import Columns, Explanation, Pages, Policy, Slots, Use, Values, gather, parts
 from kvstore.tiers.reuse.ages import RHYTHMS, SCORES, AgeTables
 from kvstore.tiers.reuse.duel import Duel
 from kvstore.tiers.reuse.features import (
@@ -36,37 +35,9 @@ _TABLE_HALF_LIFE, _STEP_HALF_LIFE = 8.0, 16.0
 """In uses of as many pages as are known."""
 _SLACK = 0.01
 """What leaves a shadow at a time, as a share of it."""
-_KNOWN, _WAITS, _ABANDONED, _SHADOW, _SHADOW_LRU = 1, 2, 4, 8, 16
+_KNOWN, _WAITS, _ABANDONED, _IN, _SHADOW = 1, 2, 4, 8, 16
+"""Of a page's state: it was used; it is not known yet whether within the horizon again; given up; in the tier; in the rival's shadow."""
 _MOST = 255
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What is known of a page, what is made of it, and how it compares. Times are in seconds."""
-
-    idle_s: float
-    uses: int
-    turns: int
-    gap_s: float
-    """About; 0 if it was used once."""
-    rhythm_s: float
-    """The conversation's pause, smoothed."""
-    depth_pages: int
-    """About."""
-    children: int
-    """About; of the last request's time."""
-    abandoned: bool
-    score: float
-    """Of being used again within the horizon, 0 to 1, at its last use."""
-    horizon_s: float
-    chance: float
-    """Of being used again before LRU would evict it, given that it has been idle so long."""
-    value: float
-    """Reuses a second of keeping it."""
-    floor: float
-    """The value under which pages went at the last eviction."""
-    follows: str
-    """Who decides now: `estimates` or `lru`."""
 
 
 class Classifier(Policy):
@@ -88,6 +59,7 @@ class Classifier(Policy):
         self._score = Score()
         self._tables = AgeTables()
         self._duel = Duel()
+        self._rival_is_lru = True
         self._lru_age = self._ssd_age = 1e9
         self._start: float | None = None
         self._since = 0
@@ -141,12 +113,22 @@ class Classifier(Policy):
         columns["code"][mine] = codes
         columns["class"][mine] = min(RHYTHMS - 1, rhythm_bin // 2) * SCORES + score
         columns["last"][mine], columns["turns"][mine], columns["rhythm"][mine] = now, turn, rhythm
-        columns["state"][mine] = columns["state"][mine] & (_SHADOW | _SHADOW_LRU) | (_KNOWN | _WAITS | _SHADOW | _SHADOW_LRU)
+        columns["state"][mine] = columns["state"][mine] & _IN | (_KNOWN | _WAITS | _SHADOW)
         self._since += len(mine)
 
     def _play(self, columns: Columns, use: Use) -> None:
+        """Who is followed holds the tier; the other plays with a shadow of it."""
         state = columns["state"][use.slots[: use.known]]
-        self._duel.played(_front(state & _SHADOW), _front(state & _SHADOW_LRU))
+        ours, rival = _front(state & _IN), _front(state & _SHADOW)
+        self._duel.played(*((ours, rival) if self._rival_is_lru else (rival, ours)))
+
+    def entered(self, columns: Columns, slots: Slots, now: float) -> None:
+        """They are in the tier."""
+        columns["state"][slots] |= _IN
+
+    def left(self, columns: Columns, slots: Slots, now: float) -> None:
+        """They are not in the tier any more."""
+        columns["state"][slots] &= ~np.uint8(_IN)
 
     def _learn_reuse(self, columns: Columns, back: Slots, gaps: npt.NDArray[np.float64]) -> None:
         self._tables.reused(columns["class"][back], gaps)
@@ -187,8 +169,9 @@ class Classifier(Policy):
         """Reuses a second of keeping each page, or its recency as long as LRU does better."""
         if self._since >= max(_REBUILD_LEAST, _REBUILD * self._capacity):
             self._rebuild(batch, now)
-        self._trim(batch, _SHADOW_LRU, now)
-        self._trim(batch, _SHADOW, now)
+        if self._rival_is_lru == self._duel.follow_lru:
+            self._change_sides(batch)
+        self._trim_shadow(batch, now)
         if self._duel.follow_lru:
             return gather(batch, "recency")
         values = self._worth(batch, now)
@@ -215,7 +198,8 @@ class Classifier(Policy):
         self._score.forget(float(np.exp2(-rounds / _STEP_HALF_LIFE)))
         self._since = 0
         self._lru_age = self._age_at(ages, self._capacity, now)
-        self._ssd_age = self._age_at(ages, self._capacity + self._ssd_capacity, now)
+        if self._least_chance:
+            self._ssd_age = self._age_at(ages, self._capacity + self._ssd_capacity, now)
 
     def _age_at(self, ages: npt.NDArray[np.float64], capacity: int, now: float) -> float:
         """The age at which LRU evicts from so many pages."""
@@ -229,26 +213,37 @@ class Classifier(Policy):
         chances = [self.chance(pages.columns, pages.slots, now, self._ssd_age) for pages in batch]
         return np.asarray(np.concatenate(chances) >= self._least_chance)
 
-    def _trim(self, batch: Sequence[Pages], shadow: int, now: float) -> None:
-        """Bring what a player would hold down to the capacity."""
-        held = [_with(pages, shadow) for pages in batch]
+    def _change_sides(self, batch: Sequence[Pages]) -> None:
+        """Who was followed plays on as the rival, from what is in the tier now."""
+        self._rival_is_lru = not self._duel.follow_lru
+        for pages in batch:
+            state = pages.columns["state"][: pages.high]
+            state[:] = state & ~np.uint8(_SHADOW) | (state & _IN) // _IN * _SHADOW
+
+    def _trim_shadow(self, batch: Sequence[Pages], now: float) -> None:
+        """Bring what the rival would hold down to the capacity."""
+        held = [_with(pages, _SHADOW) for pages in batch]
         count = sum(len(pages.slots) for pages in held)
         if count <= self._capacity:
             return
         recency = gather(held, "recency")
         values: Values = recency
-        if shadow == _SHADOW:
+        if not self._rival_is_lru:
             worth = self._worth(held, now)
             values = np.concatenate([pages.raised(pages.slots, worth[part]) for pages, part in parts(held)])
         leaving = _least(values, recency, count - self._capacity + int(_SLACK * self._capacity))
         gone = np.zeros(count, np.bool_)
         gone[leaving] = True
         for pages, part in parts(held):
-            pages.columns["state"][pages.slots[gone[part]]] &= ~np.uint8(shadow)
+            pages.columns["state"][pages.slots[gone[part]]] &= ~np.uint8(_SHADOW)
 
     def chance(self, columns: Columns, slots: Slots, now: float, within: float) -> npt.NDArray[np.float64]:
         """The chance that pages are used within so many seconds from now."""
         return self._tables.chance(columns["class"][slots], now - columns["last"][slots], within)
+
+    def peek(self, pages: Pages, now: float) -> Values:
+        """As `values`, with the estimates as they are."""
+        return pages.of("recency") if self._duel.follow_lru else self._worth([pages], now)
 
     def explain(self, pages: Pages, now: float) -> list[Explanation]:
         """What is made of each page, and of what."""

@@ -15,7 +15,18 @@ import numpy as np
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.lmdb_files import DATA_FILE, STRUCTURAL, Gate, check_order, map_address, mark_damaged, no_room, open_environment, open_readonly
+from kvstore.lmdb_files import (
+    DATA_FILE,
+    STRUCTURAL,
+    Gate,
+    check_order,
+    map_address,
+    mark_damaged,
+    no_room,
+    open_environment,
+    open_readonly,
+    writing,
+)
 from kvstore.tiers import Usage
 
 _KEY = struct.Struct(">I16sH")
@@ -124,12 +135,8 @@ class BlobFile:
 
     def commit(self, batch: BlobBatch) -> None:
         """Apply a batch in one transaction; it is durable when this returns. Raises lmdb.Error or OSError, nothing done."""
-        try:
-            with self._env.begin(write=True) as txn:
-                self._apply(txn, batch)
-        except STRUCTURAL:
-            mark_damaged(self._path)
-            raise
+        with writing(self._env, self._path) as txn:
+            self._apply(txn, batch)
         self._extents = self._env.stat()["entries"]
 
     def _apply(self, txn: lmdb.Transaction, batch: BlobBatch) -> None:
@@ -215,7 +222,7 @@ class BlobFile:
         more = True
         while more:
             deleted = 0
-            with self._env.begin(write=True) as txn, txn.cursor() as cursor:
+            with writing(self._env, self._path) as txn, txn.cursor() as cursor:
                 more = cursor.set_range(prefix) and cursor.key()[:4] == prefix
                 while more and deleted < batch:
                     deleted += cursor.delete()

@@ -1,11 +1,26 @@
 """What is told about prefixes: bring them up, keep them, give them up, delete them."""
 
+from dataclasses import asdict
+
 from aiohttp import web
 from pydantic import BaseModel
 
 from kvstore.api.auth import Access
 from kvstore.api.http.service import Service
-from kvstore.api.models import AbandonBody, Affected, DeleteBody, PinBody, Pinned, PrefetchBody, Prefetched, UnpinBody
+from kvstore.api.models import (
+    AbandonBody,
+    Affected,
+    DeleteBody,
+    PageEstimate,
+    PageWhy,
+    PinBody,
+    Pinned,
+    PrefetchBody,
+    Prefetched,
+    UnpinBody,
+    Why,
+    WhyBody,
+)
 from kvstore.api.operations import ALWAYS, NAMESPACE, OF_BODY, Handler, Reply, Route, reply
 from kvstore.api.problems import body_of
 from kvstore.errors import BadRequest
@@ -23,6 +38,8 @@ class PrefixRoutes:
         return [
             _route("prefetch", "Bring a prefix into DRAM, as far as there is room", self._prefetch,
                    Reply(200, "what was brought up", Prefetched), PrefetchBody, access=Access.READ),
+            _route("why", "Where the pages of a prefix are, what is known of them, and which would go first", self._why,
+                   Reply(200, "page by page", Why), WhyBody, access=Access.READ),
             _route("pin", "Keep a prefix from being evicted, until an end time", self._pin,
                    Reply(200, "the pin", Pinned), PinBody),
             _route("unpin", "End a pin", self._unpin, Reply(204, "ended", media=None), UnpinBody),
@@ -37,6 +54,18 @@ class PrefixRoutes:
         prefixes = self._service.store.prefixes
         pages, blobs, nbytes = await prefixes.prefetch(space, body.token_bytes(), {}, body.first_page, body.last_page)
         return reply(Prefetched(pages=pages, blobs=blobs, nbytes=nbytes))
+
+    async def _why(self, request: web.Request) -> web.Response:
+        body, space = await body_of(request, WhyBody), self._service.space(request)
+        told = self._service.store.why(space, body.token_bytes(), {}, body.first_page, body.last_page)
+        found = [
+            PageWhy(
+                page=one.page, in_dram=one.in_dram, on_ssd=one.on_ssd, leased=one.leased, rank=one.rank, decision=one.decision,
+                estimate=None if one.explanation is None else PageEstimate(**asdict(one.explanation)),
+            )
+            for one in told.found
+        ]  # fmt: skip
+        return reply(Why(policy=told.policy, pages=told.pages, candidates=told.candidates, found=found))
 
     async def _pin(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, PinBody), self._service.space(request)

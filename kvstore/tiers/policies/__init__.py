@@ -2,7 +2,7 @@
 
 from kvstore.tiers.policies.arc import ARC
 from kvstore.tiers.policies.lru import LeafLRU
-from kvstore.tiers.policies.policy import Columns, Pages, Policy, Use, Values, gather, parts, scatter
+from kvstore.tiers.policies.policy import Columns, Explanation, Pages, Policy, Use, Values, gather, parts, scatter
 from kvstore.tiers.policies.s3fifo import S3FIFO
 
-__all__ = ["ARC", "S3FIFO", "Columns", "LeafLRU", "Pages", "Policy", "Use", "Values", "gather", "parts", "scatter"]
+__all__ = ["ARC", "S3FIFO", "Columns", "Explanation", "LeafLRU", "Pages", "Policy", "Use", "Values", "gather", "parts", "scatter"]

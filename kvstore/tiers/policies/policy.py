@@ -57,6 +57,35 @@ class Pages:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is known of a page, what is made of it, and how it compares. Times are in seconds."""
+
+    idle_s: float
+    uses: int
+    turns: int
+    gap_s: float
+    """About; 0 if it was used once."""
+    rhythm_s: float
+    """The conversation's pause, smoothed."""
+    depth_pages: int
+    """About."""
+    children: int
+    """About; of the last request's time."""
+    abandoned: bool
+    score: float
+    """Of being used again within the horizon, 0 to 1, at its last use."""
+    horizon_s: float
+    chance: float
+    """Of being used again before LRU would evict it, given that it has been idle so long."""
+    value: float
+    """Reuses a second of keeping it."""
+    floor: float
+    """The value under which pages went at the last eviction."""
+    follows: str
+    """Who decides now: `estimates` or `lru`."""
+
+
 class Policy(Protocol):
     """What decides who leaves a tier. Where a tier holds pages of several trees, they compete with each other.
 
@@ -99,6 +128,14 @@ class Policy(Protocol):
         All trees are in the batch, also those that have no page in the tier.
         """
         ...
+
+    def peek(self, pages: Pages, now: float) -> Values | None:
+        """What keeping pages is worth, as `values` says it, but without a change of anything; None if that can't be told."""
+        return None
+
+    def explain(self, pages: Pages, now: float) -> list[Explanation]:
+        """What is made of each page, and of what; nothing by a policy that only goes by the order of uses."""
+        return []
 
     def admits(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.bool_]:
         """Which pages that leave this tier are to be written to the one below."""

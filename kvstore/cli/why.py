@@ -1,0 +1,70 @@
+"""`kvstore why`: where the pages of a prefix are, and why."""
+
+from base64 import b64encode
+from itertools import groupby
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvstore.cli.common import (
+    DEFAULT_HTTP,
+    HttpOption,
+    JsonOption,
+    NamespaceArgument,
+    TokensOption,
+    exits_with,
+    http_json,
+    parse_tokens,
+    print_json,
+    table_console,
+)  # fmt: skip
+from kvstore.errors import NotFound
+
+
+@exits_with(miss=1, error=2)
+def why(
+    namespace: NamespaceArgument,
+    tokens: TokensOption,
+    first_page: Annotated[int, typer.Option(min=0, help="Only from this page on.")] = 0,
+    http: HttpOption = DEFAULT_HTTP,
+    as_json: JsonOption = False,
+) -> None:
+    """Say where the pages of a prefix are, what the policy makes of them, and who would go first.
+
+    Exit code 1 if nothing of it is there, 2 for an error.
+    """
+    raw = parse_tokens(tokens).astype("<u4").tobytes()
+    body = {"tokens_base64": b64encode(raw).decode("ascii"), "first_page": first_page}
+    told = http_json(http, f"/v1/namespaces/{namespace}/why", method="POST", body=body)
+    if not told["found"]:
+        raise NotFound(f"{told['pages']} pages of this prefix are in {namespace}, none from page {first_page} on")
+    if as_json:
+        print_json(told)
+        return
+    console = table_console()
+    console.print(f"{told['pages']} pages are there; policy {told['policy']}, {told['candidates']} pages of the namespace can leave DRAM")
+    rows = Table("pages", "tiers", "uses", "idle", "gap", "chance", "decision")
+    for _, group in groupby(told["found"], key=_alike):
+        pages = list(group)
+        last = pages[-1]
+        span = str(pages[0]["page"]) if len(pages) == 1 else f"{pages[0]['page']}-{last['page']}"
+        rows.add_row(span, _tiers(last), *_known(last["estimate"]), last["decision"])
+    console.print(rows)
+
+
+def _alike(page: dict[str, Any]) -> tuple[object, ...]:
+    """Pages in a row that differ in nothing that matters are shown as one; the last of them goes first."""
+    known = page["estimate"] or {}
+    return _tiers(page), page["leased"], known.get("uses"), known.get("abandoned"), round(known.get("idle_s", 0.0)), known.get("value")
+
+
+def _tiers(page: dict[str, Any]) -> str:
+    return " ".join(name for name, there in (("dram", page["in_dram"]), ("ssd", page["on_ssd"])) if there)
+
+
+def _known(estimate: dict[str, Any] | None) -> list[str]:
+    if estimate is None:
+        return ["", "", "", ""]
+    gap = f"{estimate['gap_s']:.0f} s" if estimate["gap_s"] else ""
+    return [str(estimate["uses"]), f"{estimate['idle_s']:.0f} s", gap, f"{estimate['chance']:.0%}"]

@@ -1,0 +1,58 @@
+"""`kvstore why` and its route, against a real daemon."""
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from kvstore_client import Client
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import content, context, open_namespace
+
+
+def ask(daemon: DaemonProcess, seed: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    tokens = ",".join(str(token) for token in context(seed).tolist())
+    command = [sys.executable, "-m", "kvstore", "why", "pages", "--tokens", tokens, "--http", daemon.http, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def told(daemon: DaemonProcess, seed: int) -> dict[str, Any]:
+    done = ask(daemon, seed, "--json")
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_pages_in_use_and_abandoned_ones_are_explained(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        for seed in (10, 20):
+            namespace.put(context(seed), content(context(seed)))
+        for _ in range(3):
+            time.sleep(0.01)
+            namespace.match(context(10), lease_s=10).release()
+        namespace.abandon(context(20))
+        with namespace.match(context(10), lease_s=60) as held:
+            now = told(daemon, 10)
+            assert now["policy"] == "classifier"
+            assert [page["leased"] for page in now["found"]] == [True] * held.pages
+            assert all(page["estimate"]["uses"] == 5 and page["in_dram"] for page in now["found"])
+            assert now["found"][0]["decision"].startswith("stays")
+        used, given_up = told(daemon, 10)["found"], told(daemon, 20)["found"]
+        assert all(page["estimate"]["abandoned"] and "abandoned" in page["decision"] for page in given_up)
+        assert max(page["rank"] for page in given_up) < min(page["rank"] for page in used)
+        assert [page["rank"] for page in used] == sorted((page["rank"] for page in used), reverse=True), "a page goes before one below it"
+    shown = ask(daemon, 10)
+    assert shown.returncode == 0
+    assert "chance" in shown.stdout
+    assert str(len(used)) in shown.stdout
+
+
+@pytest.mark.parametrize(("arguments", "code", "says"), [((), 1, "0 pages of this prefix"), (("--first-page", "-1"), 2, "first-page")])
+def test_what_is_not_there(daemon: DaemonProcess, arguments: tuple[str, ...], code: int, says: str) -> None:
+    done = ask(daemon, 999_000, *arguments)
+    assert done.returncode == code
+    assert says in done.stderr
