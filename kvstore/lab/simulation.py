@@ -132,7 +132,7 @@ class Simulation:
         keys = np.zeros((count, KEY_BYTES), np.uint8)
         keys[:, :_WORD] = np.frombuffer(tokens, np.uint8, offset=hits * _WORD).reshape(count, _WORD)
         tree.extend(there, tokens[hits * _WORD :], {}, NewPages(keys.tobytes(), _VERSION, np.empty((count, 0), np.int32), ()))
-        return tree.match(tokens)
+        return tree.path_to(tree.pages.find_key(keys[-1].tobytes()))
 
     def _use(
         self, number: int, space: LabSpace, path: Path, slots: Slots, place: npt.NDArray[np.uint8], hits: int, known: int, now: float
