@@ -33,27 +33,6 @@ class LabSpace:
         return self.tree.pages.kept[PLACE.name]
 
 
-def specs_of(policies: dict[int, Policy]) -> list[ColumnSpec]:
-    """The columns that a tree keeps for its tiers' policies: each tier's have its own names, unless one policy serves both."""
-    specs = {PLACE.name: PLACE}
-    for tier, policy in policies.items():
-        for spec in policy.columns:
-            name = _kept_name(policies, tier, spec.name)
-            specs[name] = ColumnSpec(name, spec.dtype)
-    return list(specs.values())
-
-
-def columns_of(tree: RadixTree, policies: dict[int, Policy], tier: int) -> Columns:
-    """What the policy of a tier sees of a tree's pages."""
-    own = {spec.name: tree.pages.kept[_kept_name(policies, tier, spec.name)] for spec in policies[tier].columns}
-    return {"recency": tree.pages.recency, **own}
-
-
-def _kept_name(policies: dict[int, Policy], tier: int, name: str) -> str:
-    owner = next(other for other, policy in policies.items() if policy is policies[tier])
-    return f"{owner}.{name}"
-
-
 @dataclass(slots=True)
 class Tier:
     """One tier of all namespaces, `capacity` in bytes. When it is over, a batch leaves: at least what is needed, and `batch` of it all."""
