@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from kvstore.digests import KEY_BYTES
 from kvstore.hints import NO_HINTS
-from kvstore.lab.tiers import DRAM, SSD, LabSpace, Tier, columns_of, specs_of
+from kvstore.lab.tiers import DRAM, PLACE, SSD, LabSpace, Tier
 from kvstore.lab.trace import Op, Trace
 from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import Slots
 from kvstore.radix.structure import NewPages
 from kvstore.radix.tree import Path, RadixTree
 from kvstore.tiers.policies import Policy, Use
+from kvstore.tiers.policies.kept import columns_of, specs_of
 
 _WORD = 4
 _VERSION = bytes(16)
@@ -68,13 +69,13 @@ class Simulation:
     def __post_init__(self) -> None:
         self._policies = {DRAM: self.dram, SSD: self.ssd}
         self._count_children = self.dram.counts_children or self.ssd.counts_children
-        specs = specs_of(self._policies)
+        specs = [PLACE, *specs_of(self._policies)]
         counts = np.bincount(self.trace.page_space(), minlength=len(self.trace.spaces)).tolist()
         self.spaces = []
         for number, (count, size) in enumerate(zip(counts, self.page_bytes, strict=True)):
             tree = RadixTree(number.to_bytes(KEY_BYTES, "big"), 1, count + 1, kept=specs)
             space = LabSpace(tree, size)
-            space.columns = {tier: columns_of(tree, self._policies, tier) for tier in self._policies}
+            space.columns = {tier: columns_of(tree.pages.kept, tree.pages.recency, self._policies, tier) for tier in self._policies}
             self.spaces.append(space)
         self._tiers = {
             DRAM: Tier(DRAM, self.config.dram_bytes, self.dram, self.spaces, self.config.batch),
@@ -132,7 +133,7 @@ class Simulation:
         keys = np.zeros((count, KEY_BYTES), np.uint8)
         keys[:, :_WORD] = np.frombuffer(tokens, np.uint8, offset=hits * _WORD).reshape(count, _WORD)
         tree.extend(there, tokens[hits * _WORD :], {}, NewPages(keys.tobytes(), _VERSION, np.empty((count, 0), np.int32), ()))
-        return tree.match(tokens)
+        return tree.path_to(tree.pages.find_key(keys[-1].tobytes()))
 
     def _use(
         self, number: int, space: LabSpace, path: Path, slots: Slots, place: npt.NDArray[np.uint8], hits: int, known: int, now: float

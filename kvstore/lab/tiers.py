@@ -33,27 +33,6 @@ class LabSpace:
         return self.tree.pages.kept[PLACE.name]
 
 
-def specs_of(policies: dict[int, Policy]) -> list[ColumnSpec]:
-    """The columns that a tree keeps for its tiers' policies: each tier's have its own names, unless one policy serves both."""
-    specs = {PLACE.name: PLACE}
-    for tier, policy in policies.items():
-        for spec in policy.columns:
-            name = _kept_name(policies, tier, spec.name)
-            specs[name] = ColumnSpec(name, spec.dtype)
-    return list(specs.values())
-
-
-def columns_of(tree: RadixTree, policies: dict[int, Policy], tier: int) -> Columns:
-    """What the policy of a tier sees of a tree's pages."""
-    own = {spec.name: tree.pages.kept[_kept_name(policies, tier, spec.name)] for spec in policies[tier].columns}
-    return {"recency": tree.pages.recency, **own}
-
-
-def _kept_name(policies: dict[int, Policy], tier: int, name: str) -> str:
-    owner = next(other for other, policy in policies.items() if policy is policies[tier])
-    return f"{owner}.{name}"
-
-
 @dataclass(slots=True)
 class Tier:
     """One tier of all namespaces, `capacity` in bytes. When it is over, a batch leaves: at least what is needed, and `batch` of it all."""
@@ -84,21 +63,26 @@ class Tier:
     def _victims(self, wanted: int, now: float) -> list[tuple[LabSpace, Slots]]:
         """The pages worth least that together have `wanted` bytes, by namespace."""
         batch = [self.pages(space, self.resident(space)) for space in self.spaces]
-        sizes = np.repeat([space.page_bytes for space in self.spaces], [len(pages.slots) for pages in batch])
-        likely = min(len(sizes), -(-wanted // int(sizes.min())))
+        smallest = min(space.page_bytes for space, pages in zip(self.spaces, batch, strict=True) if len(pages.slots))
+        likely = min(sum(len(pages.slots) for pages in batch), -(-wanted // smallest))
         values = self.policy.values(batch, likely, now)
         if not self.policy.leaf_first:
-            values = np.concatenate([pages.raised(pages.slots, values[part]) for pages, part in parts(batch)])
+            lifted = [pages.raised(pages.slots, values[part]) for pages, part in parts(batch)]
+            values = lifted[0] if len(lifted) == 1 else np.concatenate(lifted)
         chosen = least(values, likely)
         near = self._split(batch, chosen)
         recency = np.concatenate([space.tree.pages.recency[slots] for space, slots in near])
         depth = np.concatenate([depth_of(space.tree, slots) for space, slots in near])
-        chosen = chosen[in_order(values[chosen], recency, depth)]
-        chosen = chosen[: int(np.searchsorted(np.cumsum(sizes[chosen]), wanted)) + 1]
+        chosen = chosen[in_order(values[chosen], recency, depth)][:likely]
+        if len({space.page_bytes for space in self.spaces}) > 1:
+            sizes = np.repeat([space.page_bytes for space in self.spaces], [len(pages.slots) for pages in batch])
+            chosen = chosen[: int(np.searchsorted(np.cumsum(sizes[chosen]), wanted)) + 1]
         return [(space, slots) for space, slots in self._split(batch, chosen) if len(slots)]
 
     def _split(self, batch: list[Pages], places: npt.NDArray[np.int64]) -> list[tuple[LabSpace, Slots]]:
         """The slots at some places of a batch, by namespace."""
+        if len(batch) == 1:
+            return [(self.spaces[0], batch[0].slots[places])]
         inside = [places[(places >= part.start) & (places < part.stop)] - part.start for _, part in parts(batch)]
         return [(space, pages.slots[mine]) for space, pages, mine in zip(self.spaces, batch, inside, strict=True)]
 

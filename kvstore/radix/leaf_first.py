@@ -59,14 +59,8 @@ def _best_below(tree: TreeStructure, nodes: Slots, top: _Values, bottom: _Values
 
     `top` and `bottom` are the highest and the lowest value of each node's own.
     """
-    parent_of = np.asarray(tree.nodes.parent)
-    place = np.full(tree.nodes.slots.high, -1, np.int64)
-    place[nodes] = np.arange(len(nodes))
-    above = parent_of[nodes]
-    while (gaps := np.flatnonzero((above > ROOT) & (place[above] < 0))).size:  # nodes with no page among the slots
-        above[gaps] = parent_of[above[gaps]]
-    inner = np.flatnonzero(above > ROOT)
-    up = place[above]
+    up = _nearest_above(np.asarray(tree.nodes.parent), nodes, tree.nodes.slots.high)
+    inner = np.flatnonzero(up >= 0)
     moving = inner[top[inner] > bottom[up[inner]]]
     if not len(moving):
         return None
@@ -75,9 +69,25 @@ def _best_below(tree: TreeStructure, nodes: Slots, top: _Values, bottom: _Values
         np.maximum.at(below, up[moving], best[moving])
         moving = np.unique(up[moving])
         best[moving] = np.maximum(best[moving], below[moving])
-        moving = moving[above[moving] > ROOT]
+        moving = moving[up[moving] >= 0]
         moving = moving[best[moving] > below[up[moving]]]
     return below
+
+
+def _nearest_above(parent_of: npt.NDArray[np.int32], nodes: Slots, high: int) -> npt.NDArray[np.int64]:
+    """For each of some nodes (all below `high`) the place among them of the nearest one above it, -1 for none."""
+    place = np.empty(high, np.int64)  # not filled: what nobody wrote is told by not leading back to the node
+    place[nodes] = np.arange(len(nodes))
+    found = np.full(len(nodes), -1, np.int64)
+    asking, above = np.arange(len(nodes)), parent_of[nodes]
+    while (below_another := np.flatnonzero(above > ROOT)).size:
+        asking, above = asking[below_another], above[below_another]
+        guess = place[above]
+        guess[(guess < 0) | (guess >= len(nodes))] = 0
+        there = nodes[guess] == above
+        found[asking[there]] = guess[there]
+        asking, above = asking[~there], parent_of[above[~there]]  # a node with no page among the slots: go on above it
+    return found
 
 
 def _higher(one: _Values, other: _Values) -> _Values:
