@@ -111,6 +111,9 @@ class Recorder:
         now, keys = self._clock.now() - self._started, space.tree.pages.key[slots].tobytes()
         self._take(Note(now, _origin(space), "abandon", len(slots) * space.spec.page_tokens, keys, first=first))
 
+    def cooled(self, space: Space, slots: Slots) -> None:
+        """Not recorded: who replays the requests finds out by himself."""
+
     def _take(self, note: Note) -> None:
         if not note.tokens:
             return

@@ -24,11 +24,16 @@ _LOOK_PAGES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Of the path in `slots`, the pages from `first` on are the first to go: `pages`, with those that hang from them."""
+    """Of the path in `slots`, the pages from `first` on are the first to go: they, and those that hang from them, are `cooled`."""
 
     slots: Slots
     first: int
-    pages: int
+    cooled: Slots
+
+    @property
+    def pages(self) -> int:
+        """How many pages are the first to go now."""
+        return len(self.cooled)
 
 
 def last_slots(space: Space, line: Line) -> Slots:
@@ -64,7 +69,7 @@ def abandon_line(space: Space, line: Line, first: int = 0, *, respecting: int = 
     first = max(first, int(used[-1]) + 1 if len(used) else 0)
     if first < len(slots):
         first = max(first, _end_of_use(space, slots, first))
-    return Abandoned(slots, first, _cool(space, int(slots[first]), first) if first < len(slots) else 0)
+    return Abandoned(slots, first, _cool(space, int(slots[first]), first) if first < len(slots) else np.empty(0, np.int32))
 
 
 def _end_of_use(space: Space, slots: Slots, first: int) -> int:
@@ -96,14 +101,14 @@ def _last_end(space: Space, start: int, count: int) -> int:
     return space.ends.last_of(space.tree.pages.key[start : start + count])
 
 
-def _cool(space: Space, slot: int, depth: int) -> int:
-    """Make the page in a slot, and all below it, the first to go. Returns the pages."""
-    tree, cooled = space.tree, 0
+def _cool(space: Space, slot: int, depth: int) -> Slots:
+    """Make the page in a slot, and all below it, the first to go. Returns the slots of them all."""
+    tree, cooled = space.tree, list[Slots]()
     nodes = tree.nodes
     top = int(tree.pages.node[slot])
     for node in nodes.subtree(top):
         first = slot if node == top else nodes.start[node]
         below = np.arange(first, nodes.start[node] + nodes.count[node], dtype=np.int32)
         tree.cool(below, depth if node == top else nodes.depth[node])
-        cooled += int(((tree.pages.flags[below] & GHOST) == 0).sum())
-    return cooled
+        cooled.append(below[(tree.pages.flags[below] & GHOST) == 0])
+    return np.concatenate(cooled)

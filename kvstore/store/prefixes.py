@@ -96,6 +96,7 @@ class Prefixes:
         slots = tree.path_slots(path)
         tree.cool(slots[first:], first)
         self._uses.abandoned(space, slots, first)
+        self._uses.cooled(space, slots[first:])
         return len(slots[first:])
 
     def abandon_session(self, space: Space, hints: Hints) -> int:
@@ -107,6 +108,7 @@ class Prefixes:
             done = abandon_line(space, Line(hints.session_hash, sub_agent), respecting=ANONYMOUS)
             if done.pages:
                 self._uses.abandoned(space, done.slots, done.first)
+                self._uses.cooled(space, done.cooled)
             pages += done.pages
         return pages
 

@@ -81,9 +81,12 @@ class Replacement:
         self._count(space, slots, counted, use.hints, use.now)
 
     def abandoned(self, space: Space, slots: Slots, first: int) -> None:
-        """A client will not come back to the pages of a path from `first` on."""
+        """What comes of it is told by `cooled`."""
+
+    def cooled(self, space: Space, slots: Slots) -> None:
+        """Nobody is expected to come back to these pages."""
         for tier, policy in self._each():
-            policy.abandoned(self._columns(space, tier), slots[first:], self._now())
+            policy.abandoned(self._columns(space, tier), slots, self._now())
 
     def _tell_late(self, before: float) -> None:
         while self._waiting and (read := next(iter(self._waiting.values()))).now < before:

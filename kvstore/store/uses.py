@@ -58,6 +58,9 @@ class Observer(Protocol):
     def abandoned(self, space: Space, slots: Slots, first: int) -> None:
         """A client said that of this path the pages from `first` on are not wanted any more."""
 
+    def cooled(self, space: Space, slots: Slots) -> None:
+        """Pages became the first to go: abandoned, or left behind by a compaction."""
+
 
 class Uses:
     """Records uses. `observers` are told of each after it was recorded."""
@@ -102,6 +105,11 @@ class Uses:
         for observer in self.observers:
             observer.abandoned(space, slots, first)
 
+    def cooled(self, space: Space, slots: Slots) -> None:
+        """Pages became the first to go."""
+        for observer in self.observers:
+            observer.cooled(space, slots)
+
     # --- sessions ------------------------------------------------------------------------------------------------------
 
     def _note_session(self, space: Space, slots: Slots, hints: Hints, known: Slots, asked: int) -> None:
@@ -120,7 +128,9 @@ class Uses:
         front = common_pages(last, slots) == len(slots)
         if not sub_agent and is_compaction(len(last), common, asked):  # of sub-agents there may be several at a time
             self._stats.compactions += 1
-            self._stats.abandoned_pages += abandon_line(space, line, common).pages
+            done = abandon_line(space, line, common)
+            self._stats.abandoned_pages += done.pages
+            self.cooled(space, done.cooled)
             front = False
         if len(slots) and (sub_agent or not front):
             space.ends.put(line, space.tree.pages.key_bytes(int(slots[-1])))

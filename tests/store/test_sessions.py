@@ -184,6 +184,7 @@ async def test_an_abandoned_session_leaves_what_others_use(store: Store, space: 
 async def test_uses_say_what_was_hit_and_hinted(store: Store, space: Space) -> None:
     seen: list[Use] = []
     told: list[tuple[int, int]] = []
+    cooled: list[int] = []
 
     class Watcher:
         def used(self, space: Space, use: Use, asked: Asked | None) -> None:
@@ -191,6 +192,9 @@ async def test_uses_say_what_was_hit_and_hinted(store: Store, space: Space) -> N
 
         def abandoned(self, space: Space, slots: Slots, first: int) -> None:
             told.append((len(slots), first))
+
+        def cooled(self, space: Space, slots: Slots) -> None:
+            cooled.append(len(slots))
 
     store.uses.observers.append(Watcher())
     await put(store, space, OLD[:4], b"v" * 16, hints=Hints("a", Turn.MAIN, Ended.TOOL_CALL, 60))
@@ -204,6 +208,7 @@ async def test_uses_say_what_was_hit_and_hinted(store: Store, space: Space) -> N
     store.prefixes.abandon(space, tokens_of(OLD[:6]), {}, 4)
     store.prefixes.abandon_session(space, A)
     assert told == [(6, 4), (6, 0)]
+    assert cooled == [2, 6]
 
 
 async def test_who_waited_for_another_session_s_pages_keeps_its_own_hints(store: Store, space: Space) -> None:
