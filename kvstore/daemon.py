@@ -22,7 +22,7 @@ from kvstore.config import Config
 from kvstore.errors import BadRequest, KVStoreError
 from kvstore.machine import read_memory, tight, too_much
 from kvstore.recorder import Recorder
-from kvstore.store import Store
+from kvstore.store import Clock, Store
 
 _log = logging.getLogger("kvstore")
 
@@ -30,8 +30,11 @@ _DRAIN_S = 1.0
 _MAX_UNIX_PATH = 107
 
 
-async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
-    """Run a daemon until SIGTERM, SIGINT or `stop`. Then drain: refuse new work, flush, and say what was dropped."""
+async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock | None = None) -> None:
+    """Run a daemon until SIGTERM, SIGINT or `stop`. Then drain: refuse new work, flush, and say what was dropped.
+
+    With a `clock` of your own, the store's time is that of what is replayed.
+    """
     stop = stop or asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -57,7 +60,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None) -> None:
     try:
         await web.SockSite(runner, http_socket, ssl_context=tls).start()
         _log.info("control plane on %s://%s", "http" if tls is None else "https", http_endpoint)
-        async with _recording(config) as recorder, Store(store_config) as store:
+        async with _recording(config) as recorder, Store(store_config, clock) as store:
             if recorder is not None:
                 recorder.stats = store.stats
                 store.uses.observers.append(recorder)

@@ -1,5 +1,6 @@
 """The store: joins the radix tree and the tiers behind one façade. No sockets in it."""
 
+from kvstore.store.clock import Clock
 from kvstore.store.leases import Lease
 from kvstore.store.matching import Match
 from kvstore.store.part_table import PartRun, PartTable
@@ -11,6 +12,7 @@ from kvstore.store.store_config import StoreConfig
 
 __all__ = [
     "Ack",
+    "Clock",
     "Held",
     "Lease",
     "Match",

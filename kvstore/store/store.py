@@ -62,7 +62,7 @@ _SETTLE_POLL_S = 0.001
 class Store:
     """Use as an async context manager: it opens the data directory, runs the background tasks, and flushes at the end."""
 
-    def __init__(self, config: StoreConfig) -> None:
+    def __init__(self, config: StoreConfig, clock: Clock | None = None) -> None:
         self.config = config
         self.stats = Stats()
         self.epoch = time.time_ns()
@@ -74,7 +74,7 @@ class Store:
         """Whether a write did not end when the store was closed; then a thread is left that only the end of the process ends."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
-        self._clock = Clock()
+        self._clock = clock or Clock()
         self.uses = Uses(self._clock.now, self.stats)
         policies = make_policies(config.policy, config.dram_bytes // _PAGE, config.ssd_bytes // _PAGE)
         self.replacement = Replacement(*policies, self._clock.now)
