@@ -45,18 +45,27 @@ def pages_left(namespace: Namespace, seed: int) -> int:
 def read_all(data_dir: Path, fresh: int, *, may_refuse: bool) -> int:
     """Start a daemon, read everything, put something new, stop it cleanly. Returns the pages found."""
     with DaemonProcess(data_dir, *SIZES) as daemon:
-        with Client(daemon.endpoint) as client:
-            namespace = open_namespace(client)
-            found = sum(pages_left(namespace, seed) for seed in CONTEXTS)
-            try:
-                namespace.put(context(fresh), content(context(fresh)), durable=True)
-            except (NoSpace, DiskFailing):  # a file too damaged to be written is salvaged at the next start, and until then says so
-                assert may_refuse, "what was salvaged refuses writes"
-                namespace.put(context(fresh), content(context(fresh)))
-            assert fetch_checked(namespace, context(fresh)) == 4, "the daemon does not go on"
+        try:
+            found = _read_and_put(daemon, fresh, may_refuse=may_refuse)
+        except BaseException:
+            print("\n".join(list(daemon.lines)[-30:]))
+            raise
         assert daemon.stop() == 0, "\n".join(list(daemon.lines)[-20:])
         assert not (words := unexpected(daemon)), "\n".join(words)
     return found
+
+
+def _read_and_put(daemon: DaemonProcess, fresh: int, *, may_refuse: bool) -> int:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        found = sum(pages_left(namespace, seed) for seed in CONTEXTS)
+        try:
+            namespace.put(context(fresh), content(context(fresh)), durable=True)
+        except (NoSpace, DiskFailing):  # a file too damaged to be written is salvaged at the next start, and until then says so
+            assert may_refuse, "what was salvaged refuses writes"
+            namespace.put(context(fresh), content(context(fresh)))
+        assert fetch_checked(namespace, context(fresh)) == 4, "the daemon does not go on"
+        return found
 
 
 @pytest.mark.timeout(3600 if TRIALS > 20 else 300)
