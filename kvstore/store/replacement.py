@@ -51,6 +51,8 @@ class Replacement:
     def __init__(self, dram: Policy, ssd: Policy, now: Callable[[], float]) -> None:
         self._now = now
         self.policies = {DRAM: dram, SSD: ssd}
+        self._asks_uses = any(policy.columns for policy in self.policies.values())
+        """Whether a policy looks at anything but the order of uses."""
         self.specs: Sequence[ColumnSpec] = (_PLACE, *specs_of(self.policies))
         self._waiting: OrderedDict[tuple[int, bytes], _Read] = OrderedDict()
 
@@ -58,10 +60,11 @@ class Replacement:
 
     def used(self, space: Space, use: Use, asked: Asked | None) -> None:
         """Pages were read, or put (`asked` is None)."""
-        self._tell_late(use.now - _WAIT_S)
         slots = use.slots
-        if not len(slots):
+        if not len(slots) or not self._asks_uses:
             return
+        if self._waiting:
+            self._tell_late(use.now - _WAIT_S)
         if space.spec.flat:
             for at in range(len(slots)):
                 self._count(space, slots[at : at + 1], 0, use.hints, use.now)
@@ -109,13 +112,20 @@ class Replacement:
         place = self._place(space)
         seen = (place[slots] & _SEEN) != 0
         known = len(slots) if seen.all() else int(seen.argmin())
-        children = children_of(space.tree, space.tree.path_to(int(slots[-1])))
-        use = PolicyUse(slots, min(self._there(space, slots), known), known, now, children, space.spec.page_tokens, hints, counted)
+        children = self._children(space, slots)
+        there = (place[slots] & (DRAM | SSD)) != 0
+        hits = len(slots) if there.all() else int(there.argmin())
+        use = PolicyUse(slots, min(hits, known), known, now, children, space.spec.page_tokens, hints, counted)
         for tier, policy in self._each():
             policy.used(self._columns(space, tier), use)
         missing = slots[(place[slots] & DRAM) == 0]
         place[slots] |= DRAM | _SEEN
         self.policies[DRAM].entered(self._columns(space, DRAM), missing, now)
+
+    def _children(self, space: Space, slots: Slots) -> npt.NDArray[np.int32]:
+        if not any(policy.counts_children for policy in self.policies.values()):
+            return np.ones(len(slots), np.int32)
+        return children_of(space.tree, space.tree.path_to(int(slots[-1])))
 
     def written(self, space: Space, slot: int) -> None:
         """A page is on SSD now."""
@@ -207,7 +217,10 @@ class Replacement:
         return Pages(self._columns(space, tier), slots, space.tree.pages.ranges.high, partial(raised, space.tree))
 
     def _columns(self, space: Space, tier: int) -> Columns:
-        return columns_of(space.tree.pages.kept, space.tree.pages.recency, self.policies, tier)
+        found = space.seen_by_policies.get(tier)
+        if found is None:
+            found = space.seen_by_policies[tier] = columns_of(space.tree.pages.kept, space.tree.pages.recency, self.policies, tier)
+        return found
 
     @staticmethod
     def _place(space: Space) -> npt.NDArray[np.uint8]:

@@ -4,7 +4,7 @@ Everything here is bookkeeping on the loop's thread: no await, no I/O. What has 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -155,6 +155,8 @@ class Space:
         """Set by the store: shorten the leases, and end the puts, that hold the page in a slot or one below it."""
         self.ends = SessionEnds()
         """Where its sessions were last."""
+        self.seen_by_policies: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
+        """By tier, the columns of its pages that the tier's policy looks at."""
         self.resident_bytes = 0
         self.spoiled: set[int] = set()
         """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""

@@ -86,16 +86,20 @@ class Classifier(Policy):
             self._score.look_at_hints()
         if not use.counted:
             self._play(columns, use)
+        if use.counted >= len(use.slots):
+            return
         mine, back = use.slots[use.counted :], use.slots[use.counted : use.known]
         gaps = now - columns["last"][back]
-        self._learn_reuse(columns, back, gaps)
+        if len(back):
+            self._learn_reuse(columns, back, gaps)
         turn, rhythm, was_end, base_uses = self._conversation(columns, use)
         uses = columns["uses"]
         uses[back] = np.minimum(uses[back], _MOST - 1) + 1
         uses[use.slots[max(use.known, use.counted) :]] = 1
         count = len(use.slots)
         octaves = np.zeros(len(mine), np.int64)
-        octaves[: len(back)] = gap_octaves(gaps)
+        if len(back):
+            octaves[: len(back)] = gap_octaves(gaps)
         rhythm_bin = rhythm_octave(rhythm) if use.known else 0
         shared = request_code(
             {
