@@ -11,6 +11,9 @@ FORMAT = 1
 """Version of everything on disk. A daemon opens its own format only; a new one comes with a written migration."""
 
 
+_LOADING = "loading"
+
+
 class DataDirInUse(DataDirError):
     """Another process holds the directory."""
 
@@ -61,6 +64,20 @@ class DataDir:
                 f"the data directory {self.path} is of format {found}, this daemon reads format {FORMAT}: "
                 "use the version of kvstore that wrote it, or another --data-dir"
             )
+
+    def begin_loading(self) -> int:
+        """Note that what is there is about to be read. Returns how many starts in a row ended before they had read it all."""
+        note = self.path / _LOADING
+        try:
+            before = int(note.read_bytes()[:8])
+        except (FileNotFoundError, ValueError):
+            before = 0
+        note.write_bytes(str(before + 1).encode())
+        return before
+
+    def end_loading(self) -> None:
+        """All was read, or the daemon was told to stop."""
+        (self.path / _LOADING).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let another daemon have it."""

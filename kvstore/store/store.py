@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import Busy, Conflict, DiskFailing, MissingParent, NoSpace, NotFound, UnknownNamespace
 from kvstore.hints import NO_HINTS, Hints
-from kvstore.lmdb_files import DATA_FILE
+from kvstore.lmdb_files import DATA_FILE, mark_damaged
 from kvstore.radix.journal import Journal
 from kvstore.radix.tree import Extras
 from kvstore.store.backlog import Backlog
@@ -56,6 +56,8 @@ _log = logging.getLogger("kvstore.store")
 _SWEEP_S = 0.5
 _PAGE = 1 << 20
 """Bytes of a page, as long as none is known: policies learn how many pages a tier holds when it is full."""
+_DEATHS = 2
+"""LMDB itself can end the process at a damaged page; but one kill in the middle of loading is no damage."""
 _SETTLE_POLL_S = 0.001
 
 
@@ -133,6 +135,9 @@ class Store:
     def _open_files(self) -> None:
         if (journal := self._dir.journal / DATA_FILE).exists():  # until its records say it better
             self._clock.not_before(journal.stat().st_mtime)
+        if self._dir.begin_loading() >= _DEATHS:
+            _log.error("the last %d starts died while they read the journal: it is salvaged", _DEATHS)
+            mark_damaged(self._dir.journal)
         self._journal = Journal(self._dir.journal, self.config.journal_bytes)
         self._blob_file = BlobFile(self._dir.blobs, self.config.ssd_bytes, self.config.extent_bytes)
         usage = self._blob_file.usage()
@@ -180,6 +185,7 @@ class Store:
 
     async def _load(self) -> None:
         await self._recovery.run()
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._dir.end_loading)
         self.loaded.set()
 
     async def __aexit__(self, *_: object) -> None:
@@ -198,6 +204,7 @@ class Store:
         self._dir.close()
 
     def _close_files(self) -> None:
+        self._dir.end_loading()
         self._writer.shutdown()
         self._readers.shutdown()
         self._journal.close()

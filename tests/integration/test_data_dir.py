@@ -26,6 +26,18 @@ def test_a_second_daemon_is_refused_and_the_first_goes_on(data_dir: Path) -> Non
                 open_namespace(client)
 
 
+def test_after_two_starts_that_died_while_loading_the_journal_is_salvaged(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", "16MiB") as daemon, Client(daemon.endpoint) as client:
+        open_namespace(client).put(context(1), content(context(1)), durable=True)
+    for deaths, salvaged in ((1, False), (2, True)):
+        (data_dir / "loading").write_text(str(deaths))
+        with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", "16MiB") as daemon, Client(daemon.endpoint) as client:
+            assert fetch_checked(open_namespace(client), context(1)) == 4
+            assert any("died while they read the journal" in line for line in daemon.lines) is salvaged
+            assert any("entries were saved" in line for line in daemon.lines) is salvaged
+            assert not (data_dir / "loading").exists()
+
+
 def test_a_newer_format_is_refused_untouched(data_dir: Path) -> None:
     with DaemonProcess(data_dir, "--ssd", "16MiB"):
         pass
