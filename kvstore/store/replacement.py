@@ -5,9 +5,12 @@ take a page to be. A page is in DRAM for them from the use that brings it there 
 
 A request reads a prefix under a lease and then puts what was missing. Both are one use for a policy: what was missing is told with the put,
 together with what was read before it; a lease that no put follows is told after a while.
+
+Policies learn when there is time: uses are noted as they come, and told in their order once it is quiet, or before anything is decided.
 """
 
-from collections import OrderedDict
+import asyncio
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +36,8 @@ _PLACE = ColumnSpec("place", "u1")
 _WAIT_S = 60.0
 """So long a read waits for the put of what it did not find."""
 _MAX_WAITING = 4096
+_MAX_NOTES, _AT_A_TIME, _QUIET_S = 2048, 8, 0.02
+"""Uses noted and not told of, of which so many are told in a row; and how long nothing must have come for it to be quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,23 @@ class _Read:
     now: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """A use that the policies are to be told of: the last page's key, and how its path was found."""
+
+    space: Space
+    key: bytes
+    counted: int
+    known: int
+    hits: int
+    missing: npt.NDArray[np.bool_]
+    """Which pages were not in DRAM."""
+    hints: Hints
+    now: float
+
+
 class Replacement:
-    """`dram` and `ssd` may be one policy. An observer of uses."""
+    """`dram` and `ssd` may be one policy. An observer of uses. `run` is its task."""
 
     def __init__(self, dram: Policy, ssd: Policy, now: Callable[[], float]) -> None:
         self._now = now
@@ -54,6 +74,9 @@ class Replacement:
         self._asks_uses = any(policy.columns for policy in self.policies.values())
         """Whether a policy looks at anything but the order of uses."""
         self.specs: Sequence[ColumnSpec] = (_PLACE, *specs_of(self.policies))
+        self._notes: deque[_Note] = deque()
+        self._noted = 0
+        self._wake = asyncio.Event()
         self._waiting: OrderedDict[tuple[int, bytes], _Read] = OrderedDict()
 
     # --- what happens --------------------------------------------------------------------------------------------------
@@ -76,7 +99,7 @@ class Replacement:
             if len(self._waiting) > _MAX_WAITING:
                 self._tell(self._waiting.popitem(last=False)[1])
             return
-        there = self._there(space, slots)
+        there = _front((self._place(space)[slots] & (DRAM | SSD)) != 0)
         counted = 0 if asked is not None else there
         if counted and asked is None:
             read = self._waiting.pop((space.number, space.tree.pages.key_bytes(int(slots[there - 1]))), None)
@@ -88,6 +111,7 @@ class Replacement:
 
     def cooled(self, space: Space, slots: Slots) -> None:
         """Nobody is expected to come back to these pages."""
+        self._flush()
         for tier, policy in self._each():
             policy.abandoned(self._columns(space, tier), slots, self._now())
 
@@ -102,25 +126,53 @@ class Replacement:
             tree = read.space.tree
             self._count(read.space, tree.path_slots(tree.path_to(slot)), 0, read.hints, read.now)
 
-    def _there(self, space: Space, slots: Slots) -> int:
-        """How many pages at the front of a path were in a tier before."""
-        there = (self._place(space)[slots] & (DRAM | SSD)) != 0
-        return len(slots) if there.all() else int(there.argmin())
-
     def _count(self, space: Space, slots: Slots, counted: int, hints: Hints, now: float) -> None:
-        """A use of a path, of which the first pages are counted already."""
+        """Note a use of a path, of which the first pages are counted already."""
         place = self._place(space)
-        seen = (place[slots] & _SEEN) != 0
-        known = len(slots) if seen.all() else int(seen.argmin())
+        before = place[slots]
+        known, hits = _front((before & _SEEN) != 0), _front((before & (DRAM | SSD)) != 0)
+        place[slots] = before | (DRAM | _SEEN)
+        key = space.tree.pages.key_bytes(int(slots[-1]))
+        self._notes.append(_Note(space, key, counted, known, min(hits, known), (before & DRAM) == 0, hints, now))
+        self._noted += 1
+        if len(self._notes) > _MAX_NOTES:
+            self._teach(self._notes.popleft())
+        self._wake.set()
+
+    # --- telling the policies ------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Tell the policies of uses whenever it has been quiet for a moment."""
+        while True:
+            await self._wake.wait()
+            noted = self._noted
+            await asyncio.sleep(_QUIET_S)
+            if noted == self._noted:
+                self._wake.clear()
+                await self.catch_up()
+
+    async def catch_up(self) -> None:
+        """Tell the policies of all uses noted so far, giving way to others in between."""
+        while self._notes:
+            for _ in range(min(_AT_A_TIME, len(self._notes))):
+                self._teach(self._notes.popleft())
+            await asyncio.sleep(0)
+
+    def _flush(self) -> None:
+        while self._notes:
+            self._teach(self._notes.popleft())
+
+    def _teach(self, note: _Note) -> None:
+        space = note.space
+        slot = -1 if space.dropped else space.tree.pages.find_key(note.key)
+        if slot < 0:
+            return
+        slots = space.tree.path_slots(space.tree.path_to(slot))
         children = self._children(space, slots)
-        there = (place[slots] & (DRAM | SSD)) != 0
-        hits = len(slots) if there.all() else int(there.argmin())
-        use = PolicyUse(slots, min(hits, known), known, now, children, space.spec.page_tokens, hints, counted)
+        use = PolicyUse(slots, note.hits, note.known, note.now, children, space.spec.page_tokens, note.hints, note.counted)
         for tier, policy in self._each():
             policy.used(self._columns(space, tier), use)
-        missing = slots[(place[slots] & DRAM) == 0]
-        place[slots] |= DRAM | _SEEN
-        self.policies[DRAM].entered(self._columns(space, DRAM), missing, now)
+        self.policies[DRAM].entered(self._columns(space, DRAM), slots[note.missing], note.now)
 
     def _children(self, space: Space, slots: Slots) -> npt.NDArray[np.int32]:
         if not any(policy.counts_children for policy in self.policies.values()):
@@ -171,6 +223,7 @@ class Replacement:
 
         No page is worth less than one below it.
         """
+        self._flush()
         policy, now = self.policies[tier], self._now()
         batch = [self._pages(space, slots, tier) for space, slots in candidates]
         policy.resize(sum(len(slots) for _, slots in candidates))
@@ -194,6 +247,7 @@ class Replacement:
 
     def rank(self, space: Space, slots: Slots) -> dict[int, int] | None:
         """The place of each page in DRAM (ascending slots) among them all, 0 for who goes first; None if the policy can't tell."""
+        self._flush()
         pages = self._pages(space, slots, DRAM)
         values = self.policies[DRAM].peek(pages, self._now())
         if values is None:
@@ -203,6 +257,7 @@ class Replacement:
 
     def explain(self, space: Space, slots: Slots) -> list[Explanation]:
         """What the policy of DRAM makes of pages, in their order; nothing if it only goes by the order of uses."""
+        self._flush()
         ascending = np.argsort(slots, kind="stable")
         found = self.policies[DRAM].explain(self._pages(space, slots[ascending], DRAM), self._now())
         return [found[at] for at in np.argsort(ascending).tolist()] if found else []
@@ -225,6 +280,11 @@ class Replacement:
     @staticmethod
     def _place(space: Space) -> npt.NDArray[np.uint8]:
         return space.tree.pages.kept[_PLACE.name]
+
+
+def _front(bits: npt.NDArray[np.bool_]) -> int:
+    """How many are set before the first that is not."""
+    return len(bits) if bits.all() else int(bits.argmin())
 
 
 def children_of(tree: RadixTree, path: Path) -> npt.NDArray[np.int32]:

@@ -340,6 +340,7 @@ class Residency:
 
     async def _reclaim(self, wanted: int, tenant: str | None = None) -> int:
         freed, pending = 0, []
+        await self._replacement.catch_up()
         for unit in dram_victims(self._of(tenant), wanted, self._worth_in_dram, only_written=not self.writeback.state.ok):
             slot = unit.space.tree.pages.find_key(unit.key)
             if slot >= 0 and unit.space.is_durable(slot):

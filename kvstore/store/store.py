@@ -116,6 +116,7 @@ class Store:
             asyncio.create_task(self._sweep_orphans(load), name="kvstore-sweep"),
             asyncio.create_task(self._scrub(load), name="kvstore-scrub"),
             asyncio.create_task(self._expiry.run(), name="kvstore-expiry"),
+            asyncio.create_task(self.replacement.run(), name="kvstore-replacement"),
         ]
         for task in (self._writeback_task, *self._tasks):
             task.add_done_callback(self._note_death)
