@@ -199,6 +199,10 @@ def _stripes(items: list[Item], size: int) -> Iterator[Stripe]:
 def _split(item: Item, number: int, size: int) -> Iterator[tuple[Run, list[StripePiece]]]:
     """An item as runs of at most about `size` bytes, cut at slices; a strided run stays as it is."""
     run, pieces = item.run, item.pieces
+    if len(pieces) == 1:  # a layer group of a page, usually
+        piece = pieces[0]
+        yield run, [StripePiece(item.target, piece.size, number, piece.slice, piece.whole)]
+        return
     if run.segments > 1:
         targets = [item.target + segment * item.target_stride for segment in range(run.segments)]
         yield (
