@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import ColumnSpec
+from kvstore.digests import KEY_BYTES
 from kvstore.hints import Hints
 from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import DURABLE, Slots
@@ -65,6 +66,15 @@ class _Note:
     now: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Cooled:
+    """Pages, by their keys in a row, that nobody is expected to come back to."""
+
+    space: Space
+    keys: bytes
+    now: float
+
+
 class Replacement:
     """`dram` and `ssd` may be one policy. An observer of uses. `run` is its task."""
 
@@ -74,7 +84,7 @@ class Replacement:
         self._asks_uses = any(policy.columns for policy in self.policies.values())
         """Whether a policy looks at anything but the order of uses."""
         self.specs: Sequence[ColumnSpec] = (_PLACE, *specs_of(self.policies))
-        self._notes: deque[_Note] = deque()
+        self._notes: deque[_Note | _Cooled] = deque()
         self._noted = 0
         self._wake = asyncio.Event()
         self._waiting: OrderedDict[tuple[int, bytes], _Read] = OrderedDict()
@@ -111,9 +121,9 @@ class Replacement:
 
     def cooled(self, space: Space, slots: Slots) -> None:
         """Nobody is expected to come back to these pages."""
-        self._flush()
-        for tier, policy in self._each():
-            policy.abandoned(self._columns(space, tier), slots, self._now())
+        if self._asks_uses and len(slots):
+            self._notes.append(_Cooled(space, space.tree.pages.key[slots].tobytes(), self._now()))
+            self._wake.set()
 
     def _tell_late(self, before: float) -> None:
         while self._waiting and (read := next(iter(self._waiting.values()))).now < before:
@@ -162,8 +172,14 @@ class Replacement:
         while self._notes:
             self._teach(self._notes.popleft())
 
-    def _teach(self, note: _Note) -> None:
+    def _teach(self, note: _Note | _Cooled) -> None:
         space = note.space
+        if isinstance(note, _Cooled):
+            keys = [note.keys[at : at + KEY_BYTES] for at in range(0, len(note.keys), KEY_BYTES)]
+            found = np.array([space.tree.pages.find_key(key) for key in keys], np.int32) if not space.dropped else np.empty(0, np.int32)
+            for tier, policy in self._each():
+                policy.abandoned(self._columns(space, tier), found[found >= 0], note.now)
+            return
         slot = -1 if space.dropped else space.tree.pages.find_key(note.key)
         if slot < 0:
             return
@@ -223,8 +239,9 @@ class Replacement:
 
         No page is worth less than one below it.
         """
-        self._flush()
         policy, now = self.policies[tier], self._now()
+        if policy.columns:
+            self._flush()
         batch = [self._pages(space, slots, tier) for space, slots in candidates]
         policy.resize(sum(len(slots) for _, slots in candidates))
         values = policy.values(batch, wanted, now)

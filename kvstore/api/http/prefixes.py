@@ -57,6 +57,7 @@ class PrefixRoutes:
 
     async def _why(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, WhyBody), self._service.space(request)
+        await self._service.store.replacement.catch_up()
         told = self._service.store.why(space, body.token_bytes(), {}, body.first_page, body.last_page)
         found = [
             PageWhy(
