@@ -13,7 +13,8 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class Soak:
 
     async def run(self) -> Result:
         """Run it all."""
-        with self._daemon:
+        with self._daemon, self._last_words():
             before = await self._stat()
             started = time.monotonic()
             try:
@@ -105,6 +106,15 @@ class Soak:
         if bad := [line for line in lines if "Traceback" in line or "CRITICAL" in line or "never awaited" in line]:
             self.result.failures.append(f"the daemon's log tells of a bug: {bad[0]}")
         return self.result
+
+    @contextmanager
+    def _last_words(self) -> Iterator[None]:
+        """If the daemon is gone, show what it said."""
+        try:
+            yield
+        except OSError:
+            print("\n".join(list(self._daemon.lines)[-60:]), file=sys.stderr)
+            raise
 
     async def _filled(self) -> None:
         """Wait until every context was put once, durably: only then can both tiers be as full as they get."""

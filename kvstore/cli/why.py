@@ -49,13 +49,13 @@ def why(
         pages = list(group)
         last = pages[-1]
         span = str(pages[0]["page"]) if len(pages) == 1 else f"{pages[0]['page']}-{last['page']}"
-        rows.add_row(span, _tiers(last), *_known(last["estimate"]), last["decision"])
+        rows.add_row(span, _tiers(last), *_known(last.get("estimate")), last["decision"])
     console.print(rows)
 
 
 def _alike(page: dict[str, Any]) -> tuple[object, ...]:
     """Pages in a row that differ in nothing that matters are shown as one; the last of them goes first."""
-    known = page["estimate"] or {}
+    known = page.get("estimate") or {}
     return _tiers(page), page["leased"], known.get("uses"), known.get("abandoned"), round(known.get("idle_s", 0.0)), known.get("value")
 
 

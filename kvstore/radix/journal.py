@@ -274,7 +274,7 @@ def _verified(namespace_digest: bytes, keys: list[bytes], values: list[bytes], l
         rows = np.frombuffer(b"".join([values[i] for i in members]), np.uint8).reshape(-1, value_bytes)
         good = _digests_match(namespace_digest, some_keys, rows)
         good &= rows[:, 0] == _RECORD_VERSION
-        labelled, parts = rows[:, 1] & _HAS_LABEL, np.ascontiguousarray(rows[:, 2:4]).view("<u2")[:, 0].astype(np.int64)
+        labelled, parts = (rows[:, 1] & _HAS_LABEL).astype(np.int64), np.ascontiguousarray(rows[:, 2:4]).view("<u2")[:, 0].astype(np.int64)
         good &= _HEAD.size + labelled * label_bytes + parts * _PART.size + DIGEST_BYTES == value_bytes
         bad += [keys[members[i]] for i in np.flatnonzero(~good).tolist()]
         for flag in np.unique(labelled[good]).tolist():

@@ -224,11 +224,14 @@ class Store:
 
     async def _scrub(self, load: "asyncio.Task[None]") -> None:
         await asyncio.wait([load])
-        await self.scrubber.run()
+        if self.loaded.is_set():
+            await self.scrubber.run()
 
     async def _sweep_orphans(self, load: "asyncio.Task[None]") -> None:
         """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""
         await asyncio.wait([load])
+        if not self.loaded.is_set():
+            return  # loading died: what it did not get to must not be taken for what nobody names
         try:
             await self._orphans.sweep()
         except lmdb.Error as error:

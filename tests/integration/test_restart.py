@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bench.restart import PAGE_TOKENS, SPEC, make
+from kvstore.api.wire import Component, KVSpec
 from kvstore.store import NamespaceSettings
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
@@ -45,3 +46,21 @@ def test_serving_while_loading(tmp_path: Path, mixed: bool) -> None:
 def _readiness(http: str) -> Any:
     with urllib.request.urlopen(f"{http}/readyz", timeout=10) as response:
         return json.loads(response.read())
+
+
+@pytest.mark.parametrize("page_tokens", [16, 64, 1024])
+@pytest.mark.parametrize("recipes", [False, True])
+def test_pages_of_every_size_are_back(tmp_path: Path, page_tokens: int, recipes: bool) -> None:
+    """Labels longer than a byte can count, too."""
+    spec = KVSpec(page_tokens, (Component("full", 2, 1, 8),))
+    tokens = np.arange(3 * page_tokens, dtype=np.uint32)
+    data = np.random.default_rng(page_tokens).integers(0, 256, 3 * spec.page_bytes, dtype=np.uint8)
+    sizes = ("--dram", "16MiB", "--ssd", "64MiB")
+    with DaemonProcess(tmp_path / "data", *sizes) as daemon, Client(daemon.endpoint) as client:
+        client.namespace("sizes", "rev-1", spec, recipes=recipes).put(tokens, data, durable=True)
+    with DaemonProcess(tmp_path / "data", *sizes) as daemon, Client(daemon.endpoint) as client:
+        out = np.zeros_like(data)
+        with client.namespace("sizes").match(tokens) as match:
+            assert match.pages == 3
+            client.namespace("sizes").fetch(match, out)
+        assert np.array_equal(out, data)

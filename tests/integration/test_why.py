@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,3 +57,12 @@ def test_what_is_not_there(daemon: DaemonProcess, arguments: tuple[str, ...], co
     done = ask(daemon, 999_000, *arguments)
     assert done.returncode == code
     assert says in done.stderr
+
+
+def test_a_policy_that_estimates_nothing_is_shown_too(data_dir: Path) -> None:
+    sizes = ("--dram", "16MiB", "--ssd", "64MiB")
+    with DaemonProcess(data_dir, *sizes, environment={"KVSTORE_POLICY": "lru"}) as daemon, Client(daemon.endpoint) as client:
+        open_namespace(client).put(context(10), content(context(10)))
+        done = ask(daemon, 10)
+    assert done.returncode == 0, done.stderr
+    assert "kept by recency" in done.stdout

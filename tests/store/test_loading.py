@@ -157,3 +157,20 @@ async def test_a_journal_found_damaged_while_loading(data_dir: Path, tmp_path: P
         for name in ("ns", "other"):
             space = store.space("default", name)
             assert [store.match(space, tokens_of(context), {}).pages for context in CONTEXTS] == [4] * len(CONTEXTS)
+
+
+async def test_a_load_that_dies_loses_nothing(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not read must not be taken for what nobody names, and be swept."""
+
+    def die(*_: object) -> None:
+        raise RuntimeError("a bug in loading")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(load_plan, "plan_load", die)
+        patched.setattr("kvstore.store.recovery.plan_load", die, raising=False)
+        async with Store(config(data_dir, ssd_bytes=8 << 20, serve_while_loading=True)) as store:
+            await store.died.wait()
+            await asyncio.sleep(0.2)
+    async with Store(config(data_dir, ssd_bytes=8 << 20)) as store:
+        for name in ("ns", "other"):
+            assert [await read(store, store.space("default", name), context) for context in CONTEXTS] == [4] * len(CONTEXTS)
