@@ -1,5 +1,6 @@
 """The data directory: who owns it, and in which format it is."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -72,12 +73,14 @@ class DataDir:
             before = int(note.read_bytes()[:8])
         except (FileNotFoundError, ValueError):
             before = 0
-        note.write_bytes(str(before + 1).encode())
+        with contextlib.suppress(OSError):  # a full disk is no reason not to start
+            note.write_bytes(str(before + 1).encode())
         return before
 
     def end_loading(self) -> None:
         """All was read, or the daemon was told to stop."""
-        (self.path / _LOADING).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.path / _LOADING).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let another daemon have it."""

@@ -130,7 +130,7 @@ def free_dram(unit: Unit) -> int:
     """Free the DRAM copies of a unit's blobs that are on SSD and not in use. Returns the bytes freed."""
     space = unit.space
     slot = space.tree.pages.find_key(unit.key)
-    if slot < 0:
+    if slot < 0 or space.tree.pages.leases[slot]:
         return 0
     freed = 0
     for row in space.rows_of(slot, unit.components):
@@ -146,7 +146,11 @@ def drop(unit: Unit) -> None:
     slot = space.tree.pages.find_key(unit.key)
     if slot < 0 or space.tree.pages.leases[slot]:
         return
-    if unit.required:
+    if unit.required and space.tree.pages.flags[slot] & DURABLE:  # only what was added to it since is not on SSD
+        space.stats.dropped_parts += 1
+        space.drop_components(slot, space.unnamed_components(slot))
+        free_dram(unit)
+    elif unit.required:
         space.remove_page(slot)
     else:
         space.stats.dropped_parts += 1

@@ -3,15 +3,15 @@
 A policy keeps columns beside those of the tree's pages (see `kvstore.tiers.policies`). Here one more is kept: in which tiers the policies
 take a page to be. A page is in DRAM for them from the use that brings it there until it is evicted.
 
-A request reads a prefix under a lease and then puts what was missing. Both are one use for a policy: what was missing is told with the put,
-together with what was read before it; a lease that no put follows is told after a while.
+A request reads a prefix under a lease and then puts what was missing. Both are one use for a policy: a read counts for the pages that
+are there, and says how many were asked for; a put counts for the pages that it brings.
 
 Policies learn when there is time: uses are noted as they come, and told in their order once it is quiet, or before anything is decided.
 """
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,21 +34,10 @@ DRAM, SSD = 1, 2
 _SEEN = 4
 """Of a page or ghost whose use a policy was told of."""
 _PLACE = ColumnSpec("place", "u1")
-_WAIT_S = 60.0
-"""So long a read waits for the put of what it did not find."""
-_MAX_WAITING = 4096
-_MAX_NOTES, _AT_A_TIME, _QUIET_S = 2048, 8, 0.02
-"""Uses noted and not told of, of which so many are told in a row; and how long nothing must have come for it to be quiet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A prefix that was read, and more was asked for: its last page's key."""
-
-    space: Space
-    key: bytes
-    hints: Hints
-    now: float
+_MAX_NOTES, _MAX_NOTED_PAGES, _PAGES_AT_A_TIME = 2048, 1 << 16, 4096
+"""Most uses noted and not told of, and most pages of them all; and about how many are told of in a row."""
+_QUIET_S = 0.02
+"""How long nothing must have come for it to be quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +51,7 @@ class _Note:
     hits: int
     missing: npt.NDArray[np.bool_]
     """Which pages were not in DRAM."""
+    asked: int
     hints: Hints
     now: float
 
@@ -84,10 +74,10 @@ class Replacement:
         self._asks_uses = any(policy.columns for policy in self.policies.values())
         """Whether a policy looks at anything but the order of uses."""
         self.specs: Sequence[ColumnSpec] = (_PLACE, *specs_of(self.policies))
-        self._notes: deque[_Note | _Cooled] = deque()
+        self._notes: deque[tuple[_Note | _Cooled, int]] = deque()
         self._noted = 0
+        self._noted_pages = 0
         self._wake = asyncio.Event()
-        self._waiting: OrderedDict[tuple[int, bytes], _Read] = OrderedDict()
 
     # --- what happens --------------------------------------------------------------------------------------------------
 
@@ -96,25 +86,12 @@ class Replacement:
         slots = use.slots
         if not len(slots) or not self._asks_uses:
             return
-        if self._waiting:
-            self._tell_late(use.now - _WAIT_S)
         if space.spec.flat:
             for at in range(len(slots)):
-                self._count(space, slots[at : at + 1], 0, use.hints, use.now)
+                self._count(space, slots[at : at + 1], 0, 1, use)
             return
-        key = space.tree.pages.key_bytes(int(slots[-1]))
-        if asked is not None and asked.pages > len(slots):
-            self._waiting[space.number, key] = _Read(space, key, use.hints, use.now)
-            self._waiting.move_to_end((space.number, key))
-            if len(self._waiting) > _MAX_WAITING:
-                self._tell(self._waiting.popitem(last=False)[1])
-            return
-        there = _front((self._place(space)[slots] & (DRAM | SSD)) != 0)
-        counted = 0 if asked is not None else there
-        if counted and asked is None:
-            read = self._waiting.pop((space.number, space.tree.pages.key_bytes(int(slots[there - 1]))), None)
-            counted = there if read is None else 0
-        self._count(space, slots, counted, use.hints, use.now)
+        there = 0 if asked is not None else _front((self._place(space)[slots] & (DRAM | SSD)) != 0)
+        self._count(space, slots, there, len(slots) if asked is None else asked.pages, use)
 
     def abandoned(self, space: Space, slots: Slots, first: int) -> None:
         """What comes of it is told by `cooled`."""
@@ -122,31 +99,24 @@ class Replacement:
     def cooled(self, space: Space, slots: Slots) -> None:
         """Nobody is expected to come back to these pages."""
         if self._asks_uses and len(slots):
-            self._notes.append(_Cooled(space, space.tree.pages.key[slots].tobytes(), self._now()))
-            self._wake.set()
+            self._note(_Cooled(space, space.tree.pages.key[slots].tobytes(), self._now()), len(slots))
 
-    def _tell_late(self, before: float) -> None:
-        while self._waiting and (read := next(iter(self._waiting.values()))).now < before:
-            self._waiting.popitem(last=False)
-            self._tell(read)
-
-    def _tell(self, read: _Read) -> None:
-        slot = -1 if read.space.dropped else read.space.tree.pages.find_key(read.key)
-        if slot >= 0:
-            tree = read.space.tree
-            self._count(read.space, tree.path_slots(tree.path_to(slot)), 0, read.hints, read.now)
-
-    def _count(self, space: Space, slots: Slots, counted: int, hints: Hints, now: float) -> None:
-        """Note a use of a path, of which the first pages are counted already."""
+    def _count(self, space: Space, slots: Slots, counted: int, asked: int, use: Use) -> None:
+        """Note a use of a path, of which the first pages are counted already, by a request for so many."""
         place = self._place(space)
         before = place[slots]
         known, hits = _front((before & _SEEN) != 0), _front((before & (DRAM | SSD)) != 0)
         place[slots] = before | (DRAM | _SEEN)
         key = space.tree.pages.key_bytes(int(slots[-1]))
-        self._notes.append(_Note(space, key, counted, known, min(hits, known), (before & DRAM) == 0, hints, now))
+        missing = (before & DRAM) == 0
+        self._note(_Note(space, key, counted, known, min(hits, known), missing, asked, use.hints, use.now), len(slots))
+
+    def _note(self, note: "_Note | _Cooled", pages: int) -> None:
+        self._notes.append((note, pages))
         self._noted += 1
-        if len(self._notes) > _MAX_NOTES:
-            self._teach(self._notes.popleft())
+        self._noted_pages += pages
+        while len(self._notes) > 1 and (len(self._notes) > _MAX_NOTES or self._noted_pages > _MAX_NOTED_PAGES):
+            self._teach_next()
         self._wake.set()
 
     # --- telling the policies ------------------------------------------------------------------------------------------
@@ -164,13 +134,21 @@ class Replacement:
     async def catch_up(self) -> None:
         """Tell the policies of all uses noted so far, giving way to others in between."""
         while self._notes:
-            for _ in range(min(_AT_A_TIME, len(self._notes))):
-                self._teach(self._notes.popleft())
+            told = 0
+            while self._notes and told < _PAGES_AT_A_TIME:
+                told += self._teach_next()
             await asyncio.sleep(0)
 
     def _flush(self) -> None:
         while self._notes:
-            self._teach(self._notes.popleft())
+            self._teach_next()
+
+    def _teach_next(self) -> int:
+        """Tell of the oldest note. Returns its pages."""
+        note, pages = self._notes.popleft()
+        self._noted_pages -= pages
+        self._teach(note)
+        return pages
 
     def _teach(self, note: _Note | _Cooled) -> None:
         space = note.space
@@ -185,7 +163,7 @@ class Replacement:
             return
         slots = space.tree.path_slots(space.tree.path_to(slot))
         children = self._children(space, slots)
-        use = PolicyUse(slots, note.hits, note.known, note.now, children, space.spec.page_tokens, note.hints, note.counted)
+        use = PolicyUse(slots, note.hits, note.known, note.now, children, space.spec.page_tokens, note.hints, note.asked, note.counted)
         for tier, policy in self._each():
             policy.used(self._columns(space, tier), use)
         self.policies[DRAM].entered(self._columns(space, DRAM), slots[note.missing], note.now)
@@ -234,16 +212,21 @@ class Replacement:
 
     # --- what is decided -----------------------------------------------------------------------------------------------
 
-    def values(self, tier: int, candidates: Sequence[tuple[Space, Slots]], wanted: int) -> list[Values]:
+    def resize(self, tier: int, spaces: Iterable[Space]) -> None:
+        """The tier is full of what these namespaces, all there are, have in it."""
+        self.policies[tier].resize(sum(int(np.count_nonzero(self._place(s)[: s.tree.pages.ranges.high] & tier)) for s in spaces))
+
+    def values(self, tier: int, candidates: Sequence[tuple[Space, Slots]], wanted: int, *, whole: bool = True) -> list[Values]:
         """What keeping pages (ascending slots of each namespace) in a tier is worth, by namespace: the least goes first.
 
-        No page is worth less than one below it.
+        No page is worth less than one below it. Without `whole` these are not all pages that could go: then nothing is learned from them.
         """
         policy, now = self.policies[tier], self._now()
         if policy.columns:
             self._flush()
         batch = [self._pages(space, slots, tier) for space, slots in candidates]
-        policy.resize(sum(len(slots) for _, slots in candidates))
+        if not whole and (peeked := [policy.peek(pages, now) for pages in batch]) and all(values is not None for values in peeked):
+            return [pages.raised(pages.slots, values) for pages, values in zip(batch, peeked, strict=True)]
         values = policy.values(batch, wanted, now)
         found = [values[part] for _, part in parts(batch)]
         return found if policy.leaf_first else [pages.raised(pages.slots, own) for pages, own in zip(batch, found, strict=True)]

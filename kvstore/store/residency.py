@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from kvstore.tiers.watermarks import Watermarks
 _log = logging.getLogger("kvstore.mover")
 _STAGING_BLOBS = 4
 _ROOM_POLL_S = 0.05
+_UNITS_AT_A_TIME = 256
+"""Evicted before others get a turn."""
 _IDLE_S = 20.0
 """A segment that has been empty for this long to twice as long is given back."""
 
@@ -341,7 +344,12 @@ class Residency:
     async def _reclaim(self, wanted: int, tenant: str | None = None) -> int:
         freed, pending = 0, []
         await self._replacement.catch_up()
-        for unit in dram_victims(self._of(tenant), wanted, self._worth_in_dram, only_written=not self.writeback.state.ok):
+        if tenant is None:
+            self._replacement.resize(DRAM, self._of(None))
+        worth = partial(self._worth_in_dram, whole=tenant is None)
+        for number, unit in enumerate(dram_victims(self._of(tenant), wanted, worth, only_written=not self.writeback.state.ok), 1):
+            if not number % _UNITS_AT_A_TIME:
+                await asyncio.sleep(0)
             slot = unit.space.tree.pages.find_key(unit.key)
             if slot >= 0 and unit.space.is_durable(slot):
                 freed += self._free(unit, slot)
@@ -382,8 +390,8 @@ class Residency:
                     drop(unit)
         return kept
 
-    def _worth_in_dram(self, candidates: list[tuple[Space, Slots]], wanted: int) -> list[Values]:
-        return self._replacement.values(DRAM, candidates, wanted)
+    def _worth_in_dram(self, candidates: list[tuple[Space, Slots]], wanted: int, *, whole: bool) -> list[Values]:
+        return self._replacement.values(DRAM, candidates, wanted, whole=whole)
 
     def _worth_on_ssd(self, candidates: list[tuple[Space, Slots]], wanted: int) -> list[Values]:
         return self._replacement.values(SSD, candidates, wanted)

@@ -331,6 +331,12 @@ class Space:
         _, parts = self.tree.parts.of(self.tree.pages.part[[slot]])
         return bool(self.tree.parts.durable[parts].all())
 
+    def unnamed_components(self, slot: int) -> int:
+        """The components (a mask) of a page of which its durable record names no part."""
+        _, parts = self.tree.parts.of(self.tree.pages.part[[slot]])
+        unnamed = self.tree.parts.component[parts[~self.tree.parts.durable[parts]]]
+        return int(np.bitwise_or.reduce(np.left_shift(1, unnamed.astype(np.int64)), initial=0))
+
     def unwritten(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which pages have something that no durable record names yet."""
         found: npt.NDArray[np.bool_] = (self.tree.pages.flags[slots] & DURABLE) == 0

@@ -103,6 +103,7 @@ class Store:
             for space in spaces:
                 self._spaces.add(space)
         except BaseException:
+            self._dir.end_loading()  # it says why it can't start: that is not the death that the note is about
             self._dir.close()
             self._writer.shutdown(wait=False)
             self._readers.shutdown(wait=False)

@@ -89,14 +89,14 @@ class Classifier(Policy):
         if use.counted >= len(use.slots):
             return
         mine, back = use.slots[use.counted :], use.slots[use.counted : use.known]
-        gaps = now - columns["last"][back]
+        gaps = np.maximum(now - columns["last"][back], 0.0)
         if len(back):
             self._learn_reuse(columns, back, gaps)
         turn, rhythm, was_end, base_uses = self._conversation(columns, use)
         uses = columns["uses"]
         uses[back] = np.minimum(uses[back], _MOST - 1) + 1
         uses[use.slots[max(use.known, use.counted) :]] = 1
-        count = len(use.slots)
+        count = max(use.pages, len(use.slots))
         octaves = np.zeros(len(mine), np.int64)
         if len(back):
             octaves[: len(back)] = gap_octaves(gaps)
@@ -108,7 +108,7 @@ class Classifier(Policy):
                 Field.WAS_END: was_end, Field.RHYTHM: rhythm_bin, Field.HINT: code,
             }
         )  # fmt: skip
-        depths = np.arange(use.counted, count)
+        depths = np.arange(use.counted, len(use.slots))
         codes = page_codes(
             uses=uses[mine], gaps=octaves, depths=depths, end=count, children=use.children[use.counted :], new=depths >= use.known,
             base_uses=base_uses,
@@ -150,7 +150,7 @@ class Classifier(Policy):
         was_end = int(field(columns["code"][[deepest]], Field.FROM_END)[0])
         base_uses = octave(int(columns["uses"][deepest]), 7)
         if use.known > use.counted:
-            pause = float(np.log2(use.now - float(columns["last"][deepest]) + 0.125))
+            pause = float(np.log2(max(0.0, use.now - float(columns["last"][deepest])) + 0.125))
             rhythm = 0.7 * rhythm + 0.3 * pause if turns else pause
             turns = min(_MOST, turns + 1)
         return turns, rhythm, was_end, base_uses

@@ -146,3 +146,14 @@ def test_abandoned_pages_are_worth_least_until_they_are_used_again() -> None:
     assert int(np.argmin(policy.values([everything], 1, 7.0))) == 5
     use(policy, columns, 5, 8.0)
     assert not policy.explain(everything, 8.0)[5].abandoned
+
+
+def test_a_clock_that_goes_back_or_stands_is_borne() -> None:
+    policy = Classifier(10)
+    columns = columns_for(policy, 10)
+    for now in (10.0, 5.0, 5.0, 1e9, 0.0):
+        use(policy, columns, 0, now)
+    policy.forgotten(columns, np.array([0], np.int32), -1.0)
+    use(policy, columns, 1, 0.0)
+    everything = Pages(columns, np.arange(2, dtype=np.int32), 2, lambda _, values: values)
+    assert np.isfinite(policy.values([everything], 1, -5.0)).all()

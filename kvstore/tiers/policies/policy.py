@@ -35,8 +35,10 @@ class Use:
     """How many different pages follow on each, those of this path included."""
     page_tokens: int
     hints: Hints = NO_HINTS
+    pages: int = 0
+    """How many pages the request asked about, if not all of them are told of here: those not there yet come with its put."""
     counted: int = 0
-    """So many of the first were counted with an earlier use by the same request: they only say what is before the others."""
+    """So many of the first were counted before, with the read of the same request: they only say what is before the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def _shrunk(reused: Floats, at_risk: Floats, coarser: Floats) -> Floats:
 
 
 def _position(ages: Floats) -> Floats:
-    found: Floats = np.clip((np.log2(ages + 1e-9) - _FIRST_OCTAVE) * _PER_OCTAVE, 0, _AGES - 1.001)
+    found: Floats = np.clip((np.log2(np.maximum(ages, 0.0) + 1e-9) - _FIRST_OCTAVE) * _PER_OCTAVE, 0, _AGES - 1.001)
     return found
 
 
