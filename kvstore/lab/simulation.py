@@ -143,7 +143,7 @@ class Simulation:
         self._tick += 1
         space.tree.touch(slots, self._tick)
         size = self.trace.spaces[int(self.trace.space[number])].page_tokens
-        children = children_of(space.tree, path) if self._count_children else np.ones(len(slots), np.int32)
+        children = space.tree.children_on(path) if self._count_children else np.ones(len(slots), np.int32)
         use = Use(slots, hits, min(known, len(slots)), now, children, size, self.trace.hints[number] or NO_HINTS)
         self.dram.used(space.columns[DRAM], use)
         if self.ssd is not self.dram and self.config.ssd_bytes:
@@ -201,15 +201,3 @@ class Simulation:
         slots = space.tree.path_slots(space.tree.match(tokens), first)
         for tier, policy in self._each_policy() if len(slots) else ():
             policy.abandoned(space.columns[tier], slots, now)
-
-
-def children_of(tree: RadixTree, path: Path) -> npt.NDArray[np.int32]:
-    """How many different pages follow on each page of a path."""
-    found = np.ones(path.pages, np.int32)
-    depth, children = tree.nodes.depth, tree.nodes.children
-    ends = [depth[node] for node in path.nodes[1:]]
-    found[np.array(ends, np.int64) - 1] = [children[node] for node in path.nodes[:-1]]
-    last = path.nodes[-1]
-    if path.tail == tree.nodes.count[last]:
-        found[-1] = children[last]
-    return found

@@ -178,6 +178,17 @@ class RadixTree(TreeStructure):
     def _token_run(self, tokens: bytes, first: int, count: int) -> bytes:
         return tokens[first * self.pages.token_bytes : (first + count) * self.pages.token_bytes]
 
+    def children_on(self, path: Path) -> npt.NDArray[np.int32]:
+        """How many different pages follow on each page of a path."""
+        found = np.ones(path.pages, np.int32)
+        depth, children = self.nodes.depth, self.nodes.children
+        ends = [depth[node] for node in path.nodes[1:]]
+        found[np.array(ends, np.int64) - 1] = [children[node] for node in path.nodes[:-1]]
+        last = path.nodes[-1]
+        if path.tail == self.nodes.count[last]:
+            found[-1] = children[last]
+        return found
+
     # --- use --------------------------------------------------------------------------------------------------------------
 
     def touch(self, slots: Slots, tick: int) -> None:

@@ -23,7 +23,6 @@ from kvstore.digests import KEY_BYTES
 from kvstore.hints import Hints
 from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import DURABLE, Slots
-from kvstore.radix.tree import Path, RadixTree
 from kvstore.store.space import Space
 from kvstore.store.uses import Asked, Use
 from kvstore.tiers.policies import Columns, Explanation, Pages, Policy, Values, parts
@@ -171,7 +170,7 @@ class Replacement:
     def _children(self, space: Space, slots: Slots) -> npt.NDArray[np.int32]:
         if not any(policy.counts_children for policy in self.policies.values()):
             return np.ones(len(slots), np.int32)
-        return children_of(space.tree, space.tree.path_to(int(slots[-1])))
+        return space.tree.children_on(space.tree.path_to(int(slots[-1])))
 
     def written(self, space: Space, slot: int) -> None:
         """A page is on SSD now."""
@@ -285,15 +284,3 @@ class Replacement:
 def _front(bits: npt.NDArray[np.bool_]) -> int:
     """How many are set before the first that is not."""
     return len(bits) if bits.all() else int(bits.argmin())
-
-
-def children_of(tree: RadixTree, path: Path) -> npt.NDArray[np.int32]:
-    """How many different pages follow on each page of a path."""
-    found = np.ones(path.pages, np.int32)
-    depth, children = tree.nodes.depth, tree.nodes.children
-    ends = [depth[node] for node in path.nodes[1:]]
-    found[np.array(ends, np.int64) - 1] = [children[node] for node in path.nodes[:-1]]
-    last = path.nodes[-1]
-    if path.tail == tree.nodes.count[last]:
-        found[-1] = children[last]
-    return found
