@@ -76,7 +76,7 @@ def full_and_well_again(daemon: DaemonProcess, make_room: Callable[[], None]) ->
         durable = put_until_refused(namespace, 0, NoSpace)
         assert state(daemon)["state"] == "full"
         assert state(daemon)["last_error"]
-        assert said(daemon, "the disk is full") == 1
+        wait_for("a word on it in the log", lambda: said(daemon, "the disk is full") == 1)
         with pytest.raises(NoSpace, match="disk under the SSD tier is full"):
             namespace.put(context(500_000), content(context(500_000)), durable=True)
         serves_from_dram(namespace, list(range(600_000, 600_200, 10)))
@@ -167,7 +167,7 @@ def test_writes_that_fail(failing: tuple[DaemonProcess, Path], data_dir: Path, k
         with pytest.raises((Busy, DeadlineExceeded)):  # DRAM is full of what no disk takes: nothing that was taken is given up
             fill_dram(namespace)
         assert all(fetch_checked(namespace, context(seed)) == PAGE_COUNT for seed in range(2000, 2200, 10))
-        assert said(daemon, "the disk is failing") == 1
+        wait_for("a word on it in the log", lambda: said(daemon, "the disk is failing") == 1)
         (faults / kind).unlink()
         wait_for("recovery", lambda: bool(state(daemon)["state"] == "ok"))
         namespace.put(context(3000), content(context(3000)), durable=True)

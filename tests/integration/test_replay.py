@@ -19,7 +19,7 @@ from kvstore.store import Clock
 from kvstore_client import AsyncClient, ConnectionLost
 
 FILE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
-REQUESTS = 700
+REQUESTS = 450
 SPEC = KVSpec(1, (Component("full", 4, 1, 64),))
 SLOT, EXTENT = 1280, 4080
 """What a page takes up in DRAM and on SSD."""
@@ -101,13 +101,13 @@ async def replay(trace: Trace, clock: TraceClock, client: AsyncClient) -> int:
 @pytest.mark.parametrize("policy", ["lru", "classifier"])
 async def test_the_daemon_hits_what_the_lab_says(trace: Trace, tmp_path: Path, policy: str) -> None:
     unique = trace.unique_pages
-    dram, ssd = unique * 10 // 100 * SLOT, unique * 15 // 100 * EXTENT
+    dram, ssd = unique * 14 // 100 * SLOT, unique * 20 // 100 * EXTENT
     clock = TraceClock()
     async with daemon_with(clock, tmp_path / "d", dram, ssd, policy) as client:
         async with asyncio.timeout(100):
             hits = await replay(trace, clock, client)
     lab = Comparison(trace, batch=HIGH - LOW, hints=False)
     said = lab.run(policy, int(dram * HIGH), ssd * SLOT // EXTENT).hit_ratio
-    assert said > 0.05, "nothing is hit: this test shows nothing"
+    assert said > 0.04, "nothing is hit: this test shows nothing"
     print(f"{policy}: {hits / int(trace.ends[-1]):.4f} by the daemon, {said:.4f} by the lab, {unique} different pages")
     assert hits / int(trace.ends[-1]) == pytest.approx(said, abs=0.01)
