@@ -92,7 +92,7 @@ class Classifier(Policy):
         gaps = np.maximum(now - columns["last"][back], 0.0)
         if len(back):
             self._learn_reuse(columns, back, gaps)
-        turn, rhythm, was_end, base_uses = self._conversation(columns, use)
+        turn, rhythm, was_end, base_uses, request_gap = self._conversation(columns, use)
         uses = columns["uses"]
         uses[back] = np.minimum(uses[back], _MOST - 1) + 1
         uses[use.slots[max(use.known, use.counted) :]] = 1
@@ -104,7 +104,7 @@ class Classifier(Policy):
         shared = request_code(
             {
                 Field.NEW_PAGES: octave(count - use.known), Field.KNOWN_PAGES: octave(use.known), Field.PAGES: octave(count),
-                Field.REQUEST_GAP: int(octaves[len(back) - 1]) if len(back) else 0, Field.TURNS: octave(turn, 7),
+                Field.REQUEST_GAP: int(octaves[len(back) - 1]) if len(back) else request_gap, Field.TURNS: octave(turn, 7),
                 Field.WAS_END: was_end, Field.RHYTHM: rhythm_bin, Field.HINT: code,
             }
         )  # fmt: skip
@@ -141,19 +141,20 @@ class Classifier(Policy):
         self._score.learn(columns["code"][back[waits & soon]], used_again=True)
         self._score.learn(columns["code"][back[waits & ~soon]], used_again=False)
 
-    def _conversation(self, columns: Columns, use: Use) -> tuple[int, float, int, int]:
-        """(turns, smoothed gap, where its end was, uses) of the conversation that the deepest known page tells of."""
+    def _conversation(self, columns: Columns, use: Use) -> tuple[int, float, int, int, int]:
+        """(turns, smoothed gap, where its end was, uses, last gap) of the conversation that the deepest known page tells of."""
         if not use.known:
-            return 0, 0.0, 0, 0
+            return 0, 0.0, 0, 0, 0
         deepest = int(use.slots[use.known - 1])
         turns, rhythm = int(columns["turns"][deepest]), float(columns["rhythm"][deepest])
-        was_end = int(field(columns["code"][[deepest]], Field.FROM_END)[0])
+        code = columns["code"][[deepest]]
+        if use.known <= use.counted:  # the read of this request has found it out
+            was_end, base_uses, gap = (int(field(code, which)[0]) for which in (Field.WAS_END, Field.BASE_USES, Field.REQUEST_GAP))
+            return turns, rhythm, was_end, base_uses % 8, gap
+        pause = float(np.log2(max(0.0, use.now - float(columns["last"][deepest])) + 0.125))
+        rhythm = 0.7 * rhythm + 0.3 * pause if turns else pause
         base_uses = octave(int(columns["uses"][deepest]), 7)
-        if use.known > use.counted:
-            pause = float(np.log2(max(0.0, use.now - float(columns["last"][deepest])) + 0.125))
-            rhythm = 0.7 * rhythm + 0.3 * pause if turns else pause
-            turns = min(_MOST, turns + 1)
-        return turns, rhythm, was_end, base_uses
+        return min(_MOST, turns + 1), rhythm, int(field(code, Field.FROM_END)[0]), base_uses, 0
 
     def abandoned(self, columns: Columns, slots: Slots, now: float) -> None:
         """They are the first to go, unless they are used after all."""

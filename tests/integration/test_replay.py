@@ -101,7 +101,7 @@ async def replay(trace: Trace, clock: TraceClock, client: AsyncClient) -> int:
 @pytest.mark.parametrize("policy", ["lru", "classifier"])
 async def test_the_daemon_hits_what_the_lab_says(trace: Trace, tmp_path: Path, policy: str) -> None:
     unique = trace.unique_pages
-    dram, ssd = unique * 14 // 100 * SLOT, unique * 20 // 100 * EXTENT
+    dram, ssd = unique * 15 // 100 * SLOT, unique * 30 // 100 * EXTENT
     clock = TraceClock()
     async with daemon_with(clock, tmp_path / "d", dram, ssd, policy) as client:
         async with asyncio.timeout(100):
