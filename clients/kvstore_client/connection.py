@@ -5,7 +5,8 @@ import itertools
 import os
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,7 +31,7 @@ from kvstore.api.wire import (
 )
 from kvstore.api.wire.messages import Cancel, ErrorReply, Fetched, FetchRequest, Hello, Message, PutHandle, PutReady, Welcome
 from kvstore.api.wire.runs import pack_runs
-from kvstore_client.plan import Stripe
+from kvstore_client.plan import FetchPlan, Stripe
 
 M = TypeVar("M", bound=Message)
 
@@ -149,25 +150,40 @@ class Connection:
         _, meta, body = await self._request(frame_type, message, payload, Call(asyncio.get_running_loop().create_future()))
         return unpack(reply, meta), body
 
-    async def fetch(
-        self, namespace: str, stripe: Stripe, target: memoryview, arrived: Callable[[Stripe, int, list[bytes], bytes], None],
-        *, provisional: bool = False,
-    ) -> Fetched:  # fmt: skip
-        """Fetch a stripe straight into `target`. `arrived` is told of pieces (first index, digests, digests sent).
+    async def fetch(self, namespace: str, stripe: Stripe, target: memoryview, plan: FetchPlan) -> Fetched:
+        """Fetch a stripe of a plan straight into `target`. The plan is told of the pieces as they arrive.
 
         Waits while the tenant has as much in flight as its quota allows. Once this returns or raises, nothing more is
         written into `target`.
         """
         payload = b"".join(stripe.blobs) + pack_runs(stripe.runs)
-        message = FetchRequest(namespace=namespace, blobs=len(stripe.blobs), provisional=provisional)
+        message = FetchRequest(namespace=namespace, blobs=len(stripe.blobs), provisional=plan.provisional, frame_bytes=plan.frame_bytes)
         while True:
-            call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived)
+            call = Call(asyncio.get_running_loop().create_future(), stripe, target, plan.arrived)
             try:
                 _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
             except Busy as busy:  # said before the first piece
                 await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
             else:
                 return unpack(Fetched, meta)
+
+    @asynccontextmanager
+    async def unanswered(self, frame_type: FrameType, message: Message, payload: bytes | memoryview = b"") -> AsyncIterator[None]:
+        """Send a request that is answered only if it fails. What fails in the block because of that raises that error."""
+        self._raise_if_lost()
+        number = next(self._numbers)
+        call = self._calls[number] = Call(asyncio.get_running_loop().create_future())
+        try:
+            await self._send(encode(frame_type, number, pack(message), payload))
+            yield
+        except KVStoreError as error:
+            if call.done.done():
+                raise call.done.exception() or error from None
+            raise
+        finally:
+            self._calls.pop(number, None)
+            if call.done.done():
+                call.done.exception()  # it is told above, or does not matter any more
 
     async def send_slices(self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview]) -> None:
         """Send consecutive slices of one part of a put; digests are computed on the way. There is no reply: commit tells."""

@@ -32,7 +32,7 @@ from kvstore_client.put_layout import PutLayout
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
-from kvstore_client.transfer import Progress, abort_put, fetch_striped, send_striped
+from kvstore_client.transfer import AT_ONCE_BYTES, Progress, abort_put, fetch_striped, put_at_once, send_striped
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -264,12 +264,16 @@ class Namespace:
         progress: Progress | None = None,
     ) -> Committed:  # fmt: skip
         """One commit. A put that is cut off is put again: whoever commits a page first wins, so that is harmless."""
+        at_once = layout.nbytes <= AT_ONCE_BYTES and layout.total - layout.first_page <= PUT_PAGES
 
         async def attempt() -> Committed:
+            nonlocal at_once
             while True:
+                message.handle = secrets.randbits(62) + 1 if at_once else 0
                 try:
                     return await self._put_attempt(message, payload, data, layout, whole_s, progress)
                 except Busy as busy:
+                    at_once = False  # next time it is only sent when there is room
                     await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
 
         return await self.client.pool.retry(attempt)
@@ -278,16 +282,23 @@ class Namespace:
         self, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float,
         progress: Progress | None,
     ) -> Committed:  # fmt: skip
-        pool = self.client.pool
-        connection = await pool.connection(0)
-        ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
+        pool, parts, whole_ms = self.client.pool, [PartRange(*p) for p in message.parts], int(whole_s * 1000)
+        if message.handle:
+            handle = message.handle
+            wanted = [(part, *span) for part, span in enumerate(message.spans or [(layout.first_page, layout.total)] * len(parts))]
+        else:
+            connection = await pool.connection(0)
+            ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
+            handle, wanted = ready.handle, ready.wanted
+        commit = Commit(handle=handle, wait_ms=10_000, whole_ms=whole_ms)
         try:
-            frames = layout.frames(ready.wanted, [PartRange(*p) for p in message.parts])
-            await send_striped(pool, ready.handle, frames, data, progress)
-            commit = Commit(handle=ready.handle, wait_ms=10_000, whole_ms=int(whole_s * 1000))
+            frames = layout.frames(wanted, parts)
+            if message.handle:
+                return await put_at_once(pool, message, payload, frames, data, commit, progress)
+            await send_striped(pool, handle, frames, data, progress)
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
         except asyncio.CancelledError:
-            await asyncio.shield(abort_put(pool, ready.handle))
+            await asyncio.shield(abort_put(pool, handle))
             raise
         return committed
 

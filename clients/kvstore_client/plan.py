@@ -4,7 +4,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.api.wire import DIGEST_BYTES, BadRequest, Corrupt, KVSpec, KVStoreError, PartRange, Piece, Run, SliceLayout, blob_id, cut
+from kvstore.api.wire import (
+    DIGEST_BYTES,
+    STREAM_PAYLOAD,
+    BadRequest,
+    Corrupt,
+    KVSpec,
+    KVStoreError,
+    PartRange,
+    Piece,
+    Run,
+    SliceLayout,
+    blob_id,
+    cut,
+)
 
 MIN_STRIPE = 1 << 20
 MAX_STRIPE = 4 << 20
@@ -123,6 +136,7 @@ class FetchPlan:
     ) -> None:  # fmt: skip
         self.items = items
         self.provisional = provisional
+        self.frame_bytes = STREAM_PAYLOAD if provisional or on_group is not None or progress is not None else 0
         self.nbytes = 0
         self._arrived = 0
         self._on_group = on_group

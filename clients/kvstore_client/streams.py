@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.api.wire import (
-    MAX_BULK_PAYLOAD,
+    STREAM_PAYLOAD,
     BadRequest,
     Busy,
     FrameType,
@@ -113,7 +113,7 @@ class PutStream:
         first, size = first_slice, 0
         for index in range(first_slice, last_slice):
             slice_bytes = self._layout.sizes[index]
-            if group and size + slice_bytes > MAX_BULK_PAYLOAD:
+            if group and size + slice_bytes > STREAM_PAYLOAD:
                 frames.append(SliceFrame(page, 0, first, tuple(group)))
                 first, group, size = index, [], 0
             group.append((base + self._layout.offsets[index], slice_bytes))

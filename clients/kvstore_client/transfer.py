@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvstore.api.wire import MAX_BULK_PAYLOAD, ConnectionLost, FrameType, NotFound
-from kvstore.api.wire.messages import Empty, PutHandle
+from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutStart
 from kvstore_client.plan import FetchPlan, Stripe
 from kvstore_client.pool import Pool
 from kvstore_client.put_layout import SliceFrame
@@ -14,6 +14,8 @@ from kvstore_client.put_layout import SliceFrame
 _DEPTH = 2
 """Stripes that a connection has in flight, so that it never waits for the next request to travel."""
 
+AT_ONCE_BYTES = 4 << 20
+"""Puts up to here are sent without asking what is wanted: if the pages are there already, no more than this travels in vain."""
 _BREATH_BYTES = 4 << 20
 """So much is sent before others on the loop get a turn: a millisecond or two."""
 
@@ -30,7 +32,7 @@ async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: mem
             stripe = stripes.popleft()
             try:
                 connection = await pool.connection(slot)
-                await connection.fetch(namespace, stripe, target, plan.arrived, provisional=plan.provisional)
+                await connection.fetch(namespace, stripe, target, plan)
             except BaseException:  # also a worker that is stopped because another's connection broke: its stripe comes again
                 stripes.appendleft(stripe)
                 raise
@@ -68,6 +70,24 @@ async def send_striped(pool: Pool, handle: int, frames: Sequence[SliceFrame], da
         await work(0)
     else:
         await together([work(n) for n in range(workers)])
+
+
+async def put_at_once(
+    pool: Pool, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame], data: memoryview, commit: Commit,
+    progress: Progress | None = None,
+) -> Committed:  # fmt: skip
+    """Put a little without asking what is wanted of it: one journey to the daemon and back, on one connection."""
+    connection = await pool.connection(0)
+    total, sent = sum(frame.nbytes for frame in frames), 0
+    async with connection.unanswered(FrameType.PUT, start, payload):
+        for frame in frames:
+            slices = [data[at : at + size] for at, size in frame.slices]
+            await connection.send_slices(start.handle, frame.page, frame.part, frame.first_slice, slices)
+            sent += frame.nbytes
+            if progress is not None:
+                progress(sent, total)
+        committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
+    return committed
 
 
 async def abort_put(pool: Pool, handle: int) -> None:

@@ -200,6 +200,8 @@ class Connection:
         elif kind in SLOW:
             message_type, slow = SLOW[kind]
             await self._start(group, header, partial(self._slow, header.request, slow, unpack(message_type, meta), payload))
+            if kind is FrameType.PUT:
+                await asyncio.sleep(0)  # it has begun, nearly always, when its slices follow at once
         else:
             raise ProtocolError(f"a {kind.name} frame from a client")
 
@@ -238,7 +240,8 @@ class Connection:
     async def _slow(self, request: int, slow: Slow, message: Message, payload: bytes) -> None:
         reply = await slow(self, message, payload)
         self._running[request].answering = True
-        await self._send_reply(request, reply)
+        if reply is not None:
+            await self._send_reply(request, reply)
 
     async def _start(self, group: asyncio.TaskGroup, header: Header, work: Work) -> None:
         if header.request in self._running:

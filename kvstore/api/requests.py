@@ -125,7 +125,7 @@ async def _drop_namespace(context: Context, message: NamespaceName, payload: byt
     return _OK
 
 
-async def _put(context: Context, message: PutStart, payload: bytes) -> Reply:
+async def _put(context: Context, message: PutStart, payload: bytes) -> Reply | None:
     tokens, extras = split_tokens(payload, message.extra_pages)
     try:
         ack = Ack(message.ack)
@@ -134,7 +134,10 @@ async def _put(context: Context, message: PutStart, payload: bytes) -> Reply:
     request = PutRequest(
         message.put_id, tokens, extras, message.first_page, part_ranges(message.parts), ack, tuple(message.spans), hints_of(message.hints)
     )
-    put = await context.store.begin_put(context.session.owner, _space(context, message.namespace), request, message.base)
+    space = _space(context, message.namespace)
+    put = await context.store.begin_put(context.session.owner, space, request, message.base, message.handle)
+    if put.at_once:
+        return None  # its COMMIT will be answered
     ready = PutReady(handle=put.handle, first_needed=put.first_needed, total_pages=put.total_pages, wanted=put.wanted_runs())
     return Reply(FrameType.PUT_READY, ready)
 
@@ -144,9 +147,11 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
     if message.wait_ms > 0:
         try:
             async with asyncio.timeout(min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000):
+                await put.begun.wait()
                 await put.settled.wait()
         except TimeoutError:
             pass  # commit() says which slices are missing
+    await context.store.put_begun(put, 0)
     result = await context.store.commit_put(put, min(message.whole_ms, MAX_COMMIT_WAIT_MS) / 1000)
     return Reply(
         FrameType.COMMITTED,
@@ -209,7 +214,7 @@ async def _outcome(context: Context, message: Outcome, payload: bytes) -> Reply:
 
 
 Quick = Callable[[Context, Any, bytes], Reply]
-Slow = Callable[[Context, Any, bytes], Coroutine[None, None, Reply]]
+Slow = Callable[[Context, Any, bytes], Coroutine[None, None, Reply | None]]
 
 QUICK: dict[FrameType, tuple[type[Message], Quick]] = {
     FrameType.PING: (Empty, _ping),
@@ -235,7 +240,7 @@ SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
     FrameType.PREFETCH: (Prefix, _prefetch),
     FrameType.DELETE: (Prefix, _delete),
 }
-"""Answered by a task each, in any order."""
+"""Answered by a task each, in any order; a put that is sent at once is answered only if it fails."""
 
 ACCESS: dict[FrameType, Access] = {
     FrameType.PING: Access.READ,

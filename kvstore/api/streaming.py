@@ -31,6 +31,8 @@ from kvstore.store import Held, Put, Space, Store
 
 _AHEAD = 4
 """Blobs of a fetch that are brought up from SSD while earlier ones are sent."""
+_BEGIN_WAIT_S = 1.0
+"""How long a connection waits with slices in hand for the room of a put that is sent at once."""
 _PROVISIONAL = -1
 """In place of a blob row: the bytes belong to a put under way."""
 
@@ -63,6 +65,11 @@ async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVSto
     put = None
     try:
         put = connection.store.get_put(connection.session.owner, handle)
+        if put.at_once:
+            await connection.store.put_begun(put, _BEGIN_WAIT_S)
+            if not put.wants(page, part):
+                await connection.channel.skip(header.payload_bytes + header.trailer_bytes)
+                return None
         view, sizes = put.locate(page, part, first_slice, header.payload_bytes, header.pieces)
     except KVStoreError as error:
         if put is not None:
@@ -96,7 +103,7 @@ async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: byt
     names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
     tenant, nbytes = space.settings.tenant, sum(run.length * run.segments for run in runs)
     store.quotas.start_fetch(tenant, nbytes)
-    sender = _Sender(connection, request, space)
+    sender = _Sender(connection, request, space, message.frame_bytes)
     try:
         if message.provisional:
             await _send_arriving(connection, sender, names, runs)
@@ -231,8 +238,9 @@ def _release_result(task: asyncio.Task[Held]) -> None:
 class _Sender:
     """Gathers pieces into DATA frames. Every slice is verified on the way: whole ones as they are sent, others before."""
 
-    def __init__(self, connection: Peer, request: int, space: Space) -> None:
+    def __init__(self, connection: Peer, request: int, space: Space, frame_bytes: int) -> None:
         self.request = request
+        self._frame_bytes = min(frame_bytes or MAX_BULK_PAYLOAD, MAX_BULK_PAYLOAD)
         self.pieces_sent = 0
         self.payload_bytes = 0
         self._connection = connection
@@ -272,7 +280,7 @@ class _Sender:
 
     def full(self, piece: Piece) -> bool:
         """Whether a piece has no place in the frame any more."""
-        return self._bytes + piece.size > MAX_BULK_PAYLOAD or len(self._pieces) >= MAX_PIECES
+        return (bool(self._pieces) and self._bytes + piece.size > self._frame_bytes) or len(self._pieces) >= MAX_PIECES
 
     def add(self, piece: Piece, layout: SliceLayout, stored: memoryview, row: int = _PROVISIONAL) -> None:
         """Gather a piece of the stored form of a blob, or of a part of a put under way."""

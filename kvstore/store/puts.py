@@ -80,6 +80,10 @@ class Put:
         self.committed = False
         self.ready = False
         """Whether it has its slots, so that it can be sent to and followed."""
+        self.begun = asyncio.Event()
+        """Set once it is ready, or has ended."""
+        self.at_once = False
+        """Whether it is sent without waiting to hear what is wanted: what is not is dropped."""
         self.last_used = time.monotonic()
         self.settled = asyncio.Event()
         """Set once all that is wanted has arrived, or the put has failed or ended."""
@@ -156,6 +160,11 @@ class Put:
             edges = np.flatnonzero(np.diff(np.concatenate([[0], self._wanted[:, part].astype(np.int8), [0]])))
             runs += [(part, int(a) + self.first_page, int(b) + self.first_page) for a, b in edges.reshape(-1, 2)]
         return runs
+
+    def wants(self, page: int, part: int) -> bool:
+        """Whether a part is to be sent."""
+        row = page - self.first_page
+        return 0 <= row < len(self._wanted) and 0 <= part < len(self._layouts) and bool(self._wanted[row, part])
 
     def add_slot(self, page: int, part: int, slot: int) -> None:
         """Take over a DRAM slot. Raises Cancelled (and frees the slot) if the put ended while it was being allocated."""
@@ -281,6 +290,7 @@ class Put:
         if self.closed:
             return
         self.closed, self.committed = True, committed
+        self.begun.set()
         self.settled.set()
         if self.ended is not None:
             self.ended()
@@ -324,8 +334,7 @@ class Put:
 
     def layout_of(self, page: int, part: int) -> SliceLayout:
         """How a part that is being sent is cut into slices. Raises BadRequest if it is not."""
-        row = page - self.first_page
-        if not 0 <= row < len(self._wanted) or not 0 <= part < len(self._layouts) or not self._wanted[row, part]:
+        if not self.wants(page, part):
             raise BadRequest(f"page {page}, part {part} is not being sent in this put")
         return self._layouts[part]
 

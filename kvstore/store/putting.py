@@ -72,10 +72,10 @@ class Puts:
 
     # --- beginning -----------------------------------------------------------------------------------------------------
 
-    async def begin(self, owner: int, space: Space, request: PutRequest, base: Path = EMPTY_PATH) -> Put:
+    async def begin(self, owner: int, space: Space, request: PutRequest, base: Path = EMPTY_PATH, handle: int = 0) -> Put:
         """Start a put: check it, find out which of its parts are missing, and take DRAM slots for them.
 
-        Raises MissingParent, Busy or NoSpace; then nothing is held.
+        An owner that gives the `handle` sends at once, whatever is wanted. Raises MissingParent, Busy or NoSpace; then nothing is held.
         """
         if len(self._open) >= MAX_OPEN_PUTS:
             self._stats.puts_busy += 1
@@ -86,7 +86,10 @@ class Puts:
         if len(request.tokens) % space.tree.pages.token_bytes:
             raise BadRequest(f"a put covers whole pages of {space.spec.label_words} tokens, not {len(request.tokens) / 4:g} tokens")
         check_parts(space.spec, request, base.pages + len(request.tokens) // space.tree.pages.token_bytes)
-        put = Put(secrets.randbits(63), owner, space, request, self._arena, base.pages)
+        if handle in self._open or not 0 <= handle < 1 << 63:
+            raise BadRequest("the handle of a put is 63 random bits")
+        put = Put(handle or secrets.randbits(63), owner, space, request, self._arena, base.pages)
+        put.at_once = handle > 0
         self._check(put)
         path = space.tree.match(request.tokens, request.extras, base)
         path = space.tree.open_path(path, request.tokens, request.extras, base.pages)
@@ -110,6 +113,7 @@ class Puts:
             self.abort(put)
             raise
         put.ready = True
+        put.begun.set()
         self._opened.set()
         self._opened = asyncio.Event()
         return put
@@ -233,6 +237,17 @@ class Puts:
             raise NotFound(f"put {handle} does not exist: it was committed, aborted, or timed out")
         put.last_used = time.monotonic()
         return put
+
+    async def begun(self, put: Put, wait_s: float) -> None:
+        """Wait until a put that is sent at once can take what is sent. Raises Busy, or Cancelled if it has ended."""
+        if not put.ready:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await put.begun.wait()
+            except TimeoutError:
+                raise Busy("there is no room for the put yet", retry_after_ms=100) from None
+        if put.closed:
+            raise Cancelled(f"put {put.handle} has ended")
 
     async def commit(self, put: Put, wait_s: float = 0.0) -> PutResult:
         """Make the put's pages visible, as far as other shards do not lack; wait for those up to `wait_s`.

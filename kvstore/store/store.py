@@ -378,13 +378,17 @@ class Store:
 
     # --- writing -------------------------------------------------------------------------------------------------------
 
-    async def begin_put(self, owner: int, space: Space, request: PutRequest, base: int = 0) -> Put:
+    async def begin_put(self, owner: int, space: Space, request: PutRequest, base: int = 0, handle: int = 0) -> Put:
         """Start a put, after the boundary of a lease of this owner if a `base` is given (see Puts.begin)."""
-        return await self._puts.begin(owner, space, request, self._matching.base_path(owner, space, base))
+        return await self._puts.begin(owner, space, request, self._matching.base_path(owner, space, base), handle)
 
     def get_put(self, owner: int, handle: int) -> Put:
         """An owner's own put under way; NotFound otherwise."""
         return self._puts.get(owner, handle)
+
+    async def put_begun(self, put: Put, wait_s: float) -> None:
+        """Wait until a put can take what is sent (see Puts.begun)."""
+        await self._puts.begun(put, wait_s)
 
     async def commit_put(self, put: Put, wait_s: float = 0.0) -> PutResult:
         """Make a put's pages visible (see Puts.commit)."""

@@ -96,7 +96,9 @@ async def test_a_blob_evicted_in_the_middle_of_its_fetch_is_not_replaced_by_anot
         half = len(page_bytes(prefix[:1], b"v" * 16, 0)) - 64  # less than the slices, so that no blob id can vouch for it
         runs = [Run(number, 0, half) for number in range(len(head))]
         peer = EvictingPeer(store, space)
-        await stream_fetch(peer, 1, pack(FetchRequest(namespace="ns", blobs=len(head))), b"".join(head) + pack_runs(runs))
+        await stream_fetch(
+            peer, 1, pack(FetchRequest(namespace="ns", blobs=len(head), frame_bytes=1 << 20)), b"".join(head) + pack_runs(runs)
+        )
         expected = b"".join(page_bytes(prefix[: page + 1], b"v" * 16, 0)[:half] for page in range(len(prefix)))
         assert len(peer.sent) == len(expected) > 1 << 20, "one frame took it all: this test shows nothing"
         assert np.array_equal(np.frombuffer(peer.sent, np.uint8), np.frombuffer(expected, np.uint8)), "another blob's bytes were served"

@@ -11,6 +11,7 @@ from kvstore.api.wire.frames import (
     MAX_PIECES,
     PROTOCOL_VERSION,
     SLICES_META,
+    STREAM_PAYLOAD,
     FrameType,
     Header,
     decode_header,
@@ -46,10 +47,10 @@ from kvstore.kvspec import Component, KVSpec, PartRange, SliceLayout, canonical_
 
 __all__ = [
     "DATA_META", "DIGEST_BYTES", "MAX_BULK_PAYLOAD", "MAX_CONTROL_PAYLOAD", "MAX_PIECES", "PROTOCOL_VERSION", "SLICES_META",
-    "BadDigest", "BadRequest", "Busy", "Cancelled", "Channel", "Component", "Conflict", "ConnectionLost", "Corrupt",
+    "STREAM_PAYLOAD", "BadDigest", "BadRequest", "Busy", "Cancelled", "Channel", "Component", "Conflict", "ConnectionLost", "Corrupt",
     "DeadlineExceeded", "Ended", "Forbidden", "FrameType", "Header", "Hints", "KVSpec", "KVStoreError", "MissingParent", "NoSpace",
-    "NotFound", "PartRange", "Piece", "ProtocolError", "Run", "SliceLayout", "TlsChannel", "Turn", "Unauthenticated", "UnknownNamespace",
-    "Unsupported", "VersionMismatch", "blob_id", "canonical_json", "check_run", "client_context", "cut", "decode_header",
-    "encode", "error_from_code", "extra_digest", "pack", "pack_provisional", "pack_runs", "slice_digest", "unpack",
+    "NotFound", "PartRange", "Piece", "ProtocolError", "Run", "SliceLayout", "TlsChannel", "Turn", "Unauthenticated",
+    "UnknownNamespace", "Unsupported", "VersionMismatch", "blob_id", "canonical_json", "check_run", "client_context", "cut",
+    "decode_header", "encode", "error_from_code", "extra_digest", "pack", "pack_provisional", "pack_runs", "slice_digest", "unpack",
     "unpack_provisional", "unpack_runs",
 ]  # fmt: skip

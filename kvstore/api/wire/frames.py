@@ -18,7 +18,9 @@ PROTOCOL_VERSION = 1
 HEADER_BYTES = 32
 MAX_META = 1 << 20
 MAX_CONTROL_PAYLOAD = 16 << 20
-MAX_BULK_PAYLOAD = 1 << 20
+MAX_BULK_PAYLOAD = 4 << 20
+STREAM_PAYLOAD = 1 << 20
+"""What is used piece by piece while more comes travels in smaller frames: a frame's digests are its last bytes."""
 MAX_PIECES = 4096
 
 _HEADER = struct.Struct("<2sBBIQIIQ")

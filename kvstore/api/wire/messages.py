@@ -159,11 +159,13 @@ class FetchRequest(Message):
     """Payload: `blobs` ids of 16 bytes, then runs of 32 bytes (see runs.py).
 
     With `provisional` the ids name parts of puts that this client follows (see runs.py), which may still be arriving.
+    `frame_bytes`: of payload in a DATA frame, at most; 0 for as many as a frame may have. A longer piece has a frame of its own.
     """
 
     namespace: str
     blobs: int
     provisional: bool = False
+    frame_bytes: int = 0
 
 
 class Fetched(Message):
@@ -176,7 +178,8 @@ class Fetched(Message):
 class PutStart(Message):
     """Payload as in MatchRequest; the tokens are the whole prefix, or what follows the lease `base`. Pages from `first_page` on are put.
 
-    `spans` are the pages [first, last) that carry each part; without them all do.
+    `spans` are the pages [first, last) that carry each part; without them all do. With a `handle` (63 random bits) the slices and
+    the COMMIT follow at once: there is no PUT_READY, and slices that are not wanted are dropped.
     """
 
     namespace: str
@@ -188,6 +191,7 @@ class PutStart(Message):
     ack: str = "memory"
     extra_pages: list[int] = []
     hints: HintsMeta | None = None
+    handle: int = 0
 
 
 class PutReady(Message):

@@ -1,0 +1,142 @@
+"""Puts whose slices and COMMIT follow without waiting to hear what is wanted."""
+
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.api.wire import FrameType, encode, pack, unpack
+from kvstore.api.wire.messages import Commit, Committed, PutHandle, PutStart
+from kvstore_client import Client
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
+from tests.integration.raw import RawClient, stat, wait_for_baseline
+from tests.integration.test_bad_input import WHOLE, code, page_slices, raw, slices_frame
+
+__all__ = ["raw"]  # a fixture
+
+
+def put_frame(handle: int, seed: int, request: int = 1, **changes: Any) -> bytes:
+    said: dict[str, Any] = {"namespace": "pages", "put_id": b"p" * 16, "first_page": 0, "parts": WHOLE, "handle": handle} | changes
+    return b"".join(bytes(b) for b in encode(FrameType.PUT, request, pack(PutStart(**said)), context(seed).tobytes()))
+
+
+def commit_frame(handle: int, request: int = 2, wait_ms: int = 1000) -> bytes:
+    return b"".join(bytes(b) for b in encode(FrameType.COMMIT, request, pack(Commit(handle=handle, wait_ms=wait_ms))))
+
+
+def pages_of(handle: int, seed: int, pages: range = range(4)) -> bytes:
+    return b"".join(slices_frame(handle, page, 0, 0, page_slices(seed, page)) for page in pages)
+
+
+def committed(raw: RawClient, request: int = 2) -> Committed:
+    header, meta, _ = raw.receive()
+    assert (header.type, header.request) == (FrameType.COMMITTED, request), (header, meta)
+    return unpack(Committed, meta)
+
+
+def forget(daemon: DaemonProcess, seed: int) -> None:
+    """The fixture wants DRAM as it was before."""
+    with Client(daemon.endpoint, connections=1) as client:
+        client.namespace("pages").delete(context(seed), from_page=1)
+
+
+def test_one_journey(raw: RawClient, daemon: DaemonProcess) -> None:
+    handle = secrets.randbits(62) + 1
+    raw.send_raw(put_frame(handle, 2) + pages_of(handle, 2) + commit_frame(handle))
+    assert committed(raw) == Committed(new_pages=3, existing_pages=1)  # its first page is that of the fixture's context
+    with Client(daemon.endpoint, connections=1) as client:
+        assert fetch_checked(client.namespace("pages"), context(2)) == 4
+    forget(daemon, 2)
+
+
+def test_what_is_there_is_dropped(raw: RawClient) -> None:
+    handle = secrets.randbits(62) + 1
+    changed = [slices_frame(handle, page, 0, 0, page_slices(1, page, b"another computation")) for page in range(4)]
+    raw.send_raw(put_frame(handle, 1) + b"".join(changed) + commit_frame(handle))
+    assert committed(raw) == Committed(new_pages=0, existing_pages=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"first_page": 3}, "missing_parent"),
+        ({"namespace": "none"}, "unknown_namespace"),
+        ({"put_id": b"short"}, "bad_request"),
+    ],
+)
+def test_one_that_can_t_begin_is_told_why(raw: RawClient, changes: dict[str, Any], why: str) -> None:
+    raw.send_raw(put_frame(77, 50, **changes) + pages_of(77, 50) + commit_frame(77))
+    answers = [raw.receive() for _ in range(6)]  # the PUT, four SLICES that have nowhere to go, the COMMIT
+    assert code(next(a for a in answers if a[0].request == 1)) == why
+    assert code(next(a for a in answers if a[0].request == 2)) == "not_found"
+    assert raw.alive()
+
+
+@pytest.mark.parametrize("handle", [-1, 1 << 63, (1 << 64) - 1])
+def test_handles_that_are_none(raw: RawClient, handle: int) -> None:
+    raw.send_raw(put_frame(handle, 50))
+    assert code(raw.receive()) == "bad_request"
+    assert raw.alive()
+
+
+def test_a_commit_before_anything_came_takes_nothing(raw: RawClient) -> None:
+    raw.send_raw(put_frame(77, 50) + commit_frame(77, wait_ms=0))
+    assert code(raw.receive()) == "bad_request"
+    assert raw.alive()
+
+
+def test_handles_are_an_owner_s_own(daemon: DaemonProcess, raw: RawClient) -> None:
+    raw.send_raw(put_frame(77, 50, request=1))
+    assert raw.alive()
+    with RawClient(daemon.endpoint) as other:
+        other.send_raw(put_frame(77, 51, request=1) + pages_of(77, 51, range(1)) + commit_frame(77))
+        assert [code(other.receive()) for _ in range(3)] == ["bad_request", "not_found", "not_found"]
+        assert other.alive()
+    raw.send_raw(pages_of(77, 50) + commit_frame(77))
+    assert committed(raw).new_pages == 4
+    forget(daemon, 50)
+    with Client(daemon.endpoint, connections=1) as client:
+        client.namespace("pages").delete(context(50))
+
+
+def test_aborted_in_the_middle(raw: RawClient) -> None:
+    frame = encode(FrameType.ABORT, 3, pack(PutHandle(handle=77)))
+    raw.send_raw(put_frame(77, 50) + pages_of(77, 50, range(2)) + b"".join(bytes(b) for b in frame))
+    header, _, _ = raw.receive()
+    assert header.type is FrameType.OK
+    raw.send_raw(pages_of(77, 50, range(2, 3)))
+    assert code(raw.receive()) == "not_found"
+
+
+def test_a_full_tier_is_waited_for(data_dir: Path) -> None:
+    """Slices of a put that has no room yet: first they wait, then the client asks before it sends again, and all of it succeeds."""
+    with DaemonProcess(data_dir, "--dram", "1MiB", "--ssd", "64MiB") as daemon, Client(daemon.endpoint, connections=1) as client:
+        namespace = open_namespace(client)
+        pages = 60  # of 64 that fit
+        namespace.put(context(1, pages), content(context(1, pages)))
+        match = namespace.match(context(1, pages), lease_s=30)
+        done = []
+        putting = threading.Thread(target=lambda: done.append(namespace.put(context(11, 8), content(context(11, 8)))))
+        putting.start()
+        time.sleep(1.5)
+        assert not done, "there was room: this test shows nothing"
+        match.release()
+        putting.join(30)
+        assert [result.new_pages for result in done] == [8]
+        assert fetch_checked(namespace, context(11, 8)) == 8
+
+
+def test_a_client_that_goes_away_leaves_nothing(daemon: DaemonProcess, raw: RawClient) -> None:
+    used = stat(daemon.http)["tiers"]["dram"]["used"]
+    whole = put_frame(77, 50) + pages_of(77, 50) + commit_frame(77)
+    for at in np.linspace(0, len(whole) - 1, 12).astype(int).tolist():
+        with RawClient(daemon.endpoint) as other:
+            other.send_raw(whole[:at])
+    raw.sock.close()
+    wait_for_baseline(daemon.http, used)
+    assert SPEC.page_bytes * 4 < len(whole)
