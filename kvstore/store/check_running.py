@@ -156,7 +156,9 @@ class _Check:
             note_losses(space, checked, lost)
 
     def _note(self, space: Space, found: list[_Bad], good_elsewhere: dict[bytes, bool]) -> None:
-        """Write down what did not verify, and whether another copy of it may be good."""
+        """Write down what did not verify, and whether another copy of it may be good. A copy on SSD may just have been evicted."""
+        blobs = space.blobs
+        found = [bad for bad in found if bad.copy.held or (blobs.find(bad.copy.blob) == bad.copy.row and blobs.on_ssd[bad.copy.row])]
         if not found:
             return
         words = needed_by(space, [bad.copy.row for bad in found])

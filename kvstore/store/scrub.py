@@ -103,7 +103,7 @@ class Scrubber:
         self.progress.last_pass = time.time()
 
     def _next_batch(self, space: Space, row: int) -> "tuple[list[_Blob], int]":
-        """The next blobs to look at from a row on, pinned so that no copy goes away meanwhile, and the row after them."""
+        """The next blobs to look at from a row on, and the row after them. Those in DRAM are pinned, as their bytes are read in place."""
         blobs, batch, nbytes = space.blobs, list[_Blob](), 0
         end = min(row + _LOOK_ROWS, blobs.slots.high)
         while row < end and nbytes < _BATCH_BYTES:
@@ -111,7 +111,8 @@ class Scrubber:
                 stored, slot = space.stored_bytes(row), int(blobs.slot[row])
                 memory = None if slot == NO_SLOT else self._view(slot)[:stored]
                 batch.append(_Blob(row, blobs.id_of(row), blobs.layout_of(row), bool(blobs.on_ssd[row]), memory))
-                space.pin(row)
+                if memory is not None:
+                    space.pin(row)
                 nbytes += batch[-1].nbytes
             row += 1
         return batch, row
@@ -123,21 +124,44 @@ class Scrubber:
             await asyncio.sleep(_IDLE_S)
 
     async def _scrub(self, space: Space, batch: "list[_Blob]") -> int:
-        """Verify the copies of some pinned blobs, let them go, and mend what can be mended. Returns the bytes read."""
-        look = asyncio.get_running_loop().run_in_executor(self._readers, self._look_at, space.number, batch)
+        """Verify the copies of some blobs, let them go, and mend what can be mended. Returns the bytes read."""
         try:
-            found = await finish_despite_cancel(look)  # the thread reads what is pinned until it is done
-            for blob, (ssd, memory_good) in zip(batch, found, strict=True):
+            for blob, looked in zip(batch, await self._look(space, batch), strict=True):
                 self._stats.scrubbed_blobs += 1
                 self._stats.scrubbed_stored_bytes += blob.nbytes
-                if not space.dropped and ssd is not _Copy.GOOD:
-                    await self._mend_ssd(space, blob.row, ssd, memory_good=memory_good)
-                if not space.dropped and not memory_good:
-                    self._discard(space, blob.row)  # only the copy, unless SSD is known to have none
+                if looked == (_Copy.GOOD, True):
+                    continue
+                if blob.memory is None:
+                    await self._look_again(space, blob)
+                else:
+                    await self._mend(space, blob.row, *looked)
         finally:
             for blob in batch:
-                space.unpin(blob.row)
+                if blob.memory is not None:
+                    space.unpin(blob.row)
         return sum(blob.nbytes for blob in batch)
+
+    async def _look(self, space: Space, batch: "list[_Blob]") -> "list[tuple[_Copy, bool]]":
+        look = asyncio.get_running_loop().run_in_executor(self._readers, self._look_at, space.number, batch)
+        return await finish_despite_cancel(look)  # the thread reads what is pinned until it is done
+
+    async def _look_again(self, space: Space, blob: "_Blob") -> None:
+        """A copy on SSD that nothing kept there was not good. It may just have been evicted: pinned, it tells."""
+        if space.dropped or space.blobs.find(blob.name) != blob.row or not space.blobs.on_ssd[blob.row]:
+            return
+        space.pin(blob.row)
+        try:
+            ((ssd, _),) = await self._look(space, [blob])
+            await self._mend(space, blob.row, ssd, memory_good=True)
+        finally:
+            space.unpin(blob.row)
+
+    async def _mend(self, space: Space, row: int, ssd: "_Copy", memory_good: bool) -> None:
+        """Do what can be done about the copies of a pinned blob."""
+        if not space.dropped and ssd is not _Copy.GOOD and space.blobs.on_ssd[row]:
+            await self._mend_ssd(space, row, ssd, memory_good=memory_good)
+        if not space.dropped and not memory_good:
+            self._discard(space, row)  # only the copy, unless SSD is known to have none
 
     def _look_at(self, number: int, batch: "list[_Blob]") -> "list[tuple[_Copy, bool]]":
         """In a reader's thread: how the copies of each blob are, on SSD and in memory."""

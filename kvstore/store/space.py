@@ -216,17 +216,19 @@ class Space:
         self.settle(row)
 
     def settle(self, row: int) -> None:
-        """Give up what nobody needs: the SSD copy without durable pages, and the whole blob without pages."""
-        blobs = self.blobs
-        if blobs.pins[row]:
-            return
-        if row in self.spoiled:
+        """Give up what nobody needs: the SSD copy without durable pages, and the whole blob without pages.
+
+        Pinned is where the bytes are now: of a blob in DRAM, the copy on SSD may go meanwhile, and who waits for room gets it.
+        """
+        blobs, pinned = self.blobs, bool(self.blobs.pins[row])
+        if row in self.spoiled and not pinned:
             self.clear_slot(row)
-        elsewhere = blobs.slot[row] != NO_SLOT or not blobs.pages[row]
-        if blobs.on_ssd[row] and not blobs.durable_pages[row] and elsewhere:
+        in_dram = blobs.slot[row] != NO_SLOT and row not in self.spoiled
+        needless = in_dram or not (pinned or blobs.pages[row])
+        if blobs.on_ssd[row] and not blobs.durable_pages[row] and needless:
             blobs.on_ssd[row] = False
             self._trash.blobs.append((self.number, blobs.id_of(row), self.stored_bytes(row)))
-        if not blobs.pages[row]:
+        if not pinned and not blobs.pages[row]:
             self.clear_slot(row)
             blobs.remove(row)
 

@@ -357,6 +357,7 @@ class Writeback:
             batch.pages.append((space, key, record.version, named))
             for row in named:
                 space.pin(row)
+                space.blobs.durable_pages[row] += 1  # the record to be names it: its copy on SSD stays
                 batch.pinned.append((space, row))
                 if space.blobs.on_ssd[row] or (number, row) in taken:
                     continue
@@ -396,6 +397,7 @@ class Writeback:
                 space.blobs.durable_pages[row] -= space.blobs.durable_pages[row] if space.dropped else 1
                 space.unpin(row)
         for space, row in batch.pinned:
+            space.blobs.durable_pages[row] -= min(1, space.blobs.durable_pages[row])  # none, if it was dropped
             space.unpin(row)
 
     @staticmethod

@@ -1,14 +1,16 @@
 """The scrubber finds bits that changed at rest, in either tier, and mends what has a good copy."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
+from kvstore.kvspec import SliceLayout
 from kvstore.store import Ack, Space, Store, scrub
 from kvstore.store.check import check
 from kvstore.tiers.blobs import NO_SLOT
-from kvstore.tiers.ssd import BlobBatch
+from kvstore.tiers.ssd import BlobBatch, BlobFile
 from tests.store.test_store import config, put, read, settings_named, tokens_of
 
 
@@ -85,3 +87,34 @@ async def test_it_runs_by_itself_without_blocking(tmp_path: Path, contexts: list
             await asyncio.sleep(0.001)
         assert store.stats.scrubbed_blobs >= 3 * len(contexts)
         assert store.stats.corrupt_blobs == 0
+
+
+async def test_what_is_being_looked_at_is_no_reason_to_refuse_a_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies on SSD of blobs that are pinned in DRAM, or only looked at on SSD, make room for others."""
+    read, gate, looking = BlobFile.read, threading.Event(), threading.Event()
+
+    def gated(self: BlobFile, namespace: int, blob: bytes, layout: SliceLayout, target: memoryview, *, uncached: bool = False) -> None:
+        if uncached:
+            looking.set()
+            gate.wait(10)
+        read(self, namespace, blob, layout, target, uncached=uncached)
+
+    monkeypatch.setattr(BlobFile, "read", gated)
+    async with Store(config(tmp_path / "d", dram_bytes=4 << 20, ssd_bytes=10 * 3 * 8160)) as store:
+        space = await store.create_namespace(settings_named(retention_s=0))
+        for number in range(8):
+            await put(store, space, (number,), b"v" * 16, Ack.DURABLE)
+        evict(space, (0,))
+        scrubbing = asyncio.create_task(store.scrubber.scrub_all())
+        while not looking.is_set():
+            await asyncio.sleep(0.001)
+        try:
+            for number in range(8, 30):
+                await put(store, space, (number,), b"v" * 16, Ack.DURABLE)
+        finally:
+            gate.set()
+        assert store.stats.evicted_ssd_pages >= 15, "there was room for all: this test shows nothing"
+        await scrubbing
+        assert store.stats.corrupt_blobs == 0
+        await store.settle()
+        check(store)
