@@ -14,12 +14,13 @@ from kvstore.radix.leaf_first import least
 from kvstore.radix.pages import DURABLE, Slots
 from kvstore.store.space import WANTED, Space
 from kvstore.tiers.blobs import NO_SLOT
+from kvstore.tiers.dram import slot_bytes_for
 from kvstore.tiers.policies import Values
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Some components (a mask) of a page of a namespace, and the bytes that they take up."""
+    """Some components (a mask) of a page of a namespace, and the bytes that they take up: of DRAM slots, or as stored on SSD."""
 
     space: Space
     key: bytes
@@ -32,6 +33,15 @@ class Unit:
     def required(self) -> bool:
         """Whether it is what makes the page: without it the page goes, and all below it."""
         return bool(self.components & self.space.tree.rules.required)
+
+    def used_since(self, slot: int) -> bool:
+        """Whether its page, in `slot`, was used or leased since it was chosen."""
+        tree = self.space.tree
+        if tree.pages.leases[slot]:
+            return True
+        optional = zip(tree.rules.optional, tree.pages.part_recency, strict=True)
+        columns = [tree.pages.recency] if self.required else [column for rule, column in optional if rule.bit & self.components]
+        return any(int(column[slot]) > self.recency for column in columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,7 @@ def _in_dram(space: Space, *, only_written: bool) -> _Units:
     owner, part = tree.parts.of(tree.pages.part[slots])
     rows = tree.parts.blob[part]
     resident = (blobs.slot[rows] != NO_SLOT) & (blobs.pins[rows] == 0)
-    return _units(space, slots, owner[resident], part[resident], blobs.stored_of(rows[resident]))
+    return _units(space, slots, owner[resident], part[resident], slot_bytes_for(blobs.stored_of(rows[resident])))
 
 
 def _units(space: Space, slots: Slots, owner: Slots, part: Slots, nbytes: npt.NDArray[np.int64]) -> _Units:

@@ -146,7 +146,7 @@ class Residency:
 
     async def _reclaim_own(self, tenant: str, wanted: int) -> None:
         try:
-            await self._reclaim(wanted, tenant)
+            await self.reclaim(wanted, tenant)
             await self.announce_room()
         except KVStoreError as error:
             _log.warning("no room made within the quota of tenant %s: %s", tenant, error.message)
@@ -333,7 +333,7 @@ class Residency:
         self._wake.clear()
         self._moving = True
         while (wanted := self._watermarks.excess(self._arena.usage(), self._demand)) > 0:
-            freed = await self._reclaim(wanted)
+            freed = await self.reclaim(wanted)
             await self.announce_room()
             await asyncio.sleep(0.001)  # those who wait take their slots before anything more is evicted
             if freed <= 0:
@@ -341,7 +341,8 @@ class Residency:
         self._moving = False
         self._vacator.keep_headroom()
 
-    async def _reclaim(self, wanted: int, tenant: str | None = None) -> int:
+    async def reclaim(self, wanted: int, tenant: str | None = None) -> int:
+        """Free about so many bytes of DRAM (of a tenant's own, if given), of the pages that are worth the least. Returns the bytes."""
         freed, pending = 0, []
         await self._replacement.catch_up()
         if tenant is None:
@@ -351,9 +352,11 @@ class Residency:
             if not number % _UNITS_AT_A_TIME:
                 await asyncio.sleep(0)
             slot = unit.space.tree.pages.find_key(unit.key)
-            if slot >= 0 and unit.space.is_durable(slot):
+            if slot < 0 or unit.used_since(slot):
+                continue
+            if unit.space.is_durable(slot):
                 freed += self._free(unit, slot)
-            elif slot >= 0:
+            else:
                 pending.append(unit)
         before = self._arena.usage().used
         pending = self._drop_unwanted(pending)
@@ -375,7 +378,9 @@ class Residency:
         """Give up the units that are not worth writing to SSD. Returns the others."""
         by_space: dict[int, list[Unit]] = {}
         for unit in units:
-            by_space.setdefault(unit.space.number, []).append(unit)
+            slot = unit.space.tree.pages.find_key(unit.key)
+            if slot >= 0 and not unit.used_since(slot):  # others had a turn since it was looked at
+                by_space.setdefault(unit.space.number, []).append(unit)
         kept: list[Unit] = []
         for mine in by_space.values():
             space = mine[0].space
@@ -414,7 +419,7 @@ class Residency:
                 stay.add(space.number)
         for unit in units:
             slot = unit.space.tree.pages.find_key(unit.key)
-            if slot < 0 or unit.space.tree.pages.leases[slot]:
+            if slot < 0 or unit.used_since(slot):
                 continue
             if unit.space.is_durable(slot):
                 self._free(unit, slot)

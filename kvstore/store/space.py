@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvstore.columns import ColumnSpec
 from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange, namespace_digest
+from kvstore.radix.below import with_all_below
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
 from kvstore.radix.pages import DURABLE, Slots
@@ -258,7 +259,7 @@ class Space:
         removed = self.tree.bury(slot)
         self._give_up(removed)
         if not (ghosts and self.max_ghosts):
-            self._watcher.forgotten(self, np.concatenate(removed.slots))
+            self._watcher.forgotten(self, with_all_below(self.tree, np.array([slot], np.int32)))
             self.tree.remove(slot)
         self.stats.dropped_pages += removed.pages
         if self.tree.rules.optional and (at := self.tree.pages.find_key(above)) >= 0:
@@ -279,7 +280,7 @@ class Space:
     def forget_ghosts(self, count: int) -> None:
         """Remove at least `count` ghosts for good, the coldest first, if there are so many."""
         if count > 0:
-            self._watcher.forgotten(self, self.tree.coldest(self.tree.ghost_slots(), count))
+            self._watcher.forgotten(self, with_all_below(self.tree, self.tree.coldest(self.tree.ghost_slots(), count)))
             self.tree.forget_ghosts(count)
 
     def drop_components(self, slot: int, components: int) -> None:

@@ -249,7 +249,7 @@ class ShardMachine(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(1, 60_000))
     def evict_from_dram(self, nbytes: int) -> None:
-        self.run(self.store._residency._reclaim(nbytes))
+        self.run(self.store._residency.reclaim(nbytes))
 
     @rule(nbytes=st.integers(1, 60_000), past_retention=st.booleans())
     def evict_from_ssd(self, nbytes: int, past_retention: bool) -> None:
