@@ -34,14 +34,15 @@ class Unit:
         """Whether it is what makes the page: without it the page goes, and all below it."""
         return bool(self.components & self.space.tree.rules.required)
 
-    def used_since(self, slot: int) -> bool:
-        """Whether its page, in `slot`, was used or leased since it was chosen."""
+    def slot_unless_used(self) -> int:
+        """Where its page is now; -1 if it is gone, or was used or leased since it was chosen."""
         tree = self.space.tree
-        if tree.pages.leases[slot]:
-            return True
+        slot = -1 if self.space.dropped else tree.pages.find_key(self.key)
+        if slot < 0 or tree.pages.leases[slot]:
+            return -1
         optional = zip(tree.rules.optional, tree.pages.part_recency, strict=True)
         columns = [tree.pages.recency] if self.required else [column for rule, column in optional if rule.bit & self.components]
-        return any(int(column[slot]) > self.recency for column in columns)
+        return -1 if any(int(column[slot]) > self.recency for column in columns) else slot
 
 
 @dataclass(frozen=True, slots=True)

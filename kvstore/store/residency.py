@@ -345,14 +345,14 @@ class Residency:
         """Free about so many bytes of DRAM (of a tenant's own, if given), of the pages that are worth the least. Returns the bytes."""
         freed, pending = 0, []
         await self._replacement.catch_up()
+        await self._replacement.give_up_waiting()
         if tenant is None:
             self._replacement.resize(DRAM, self._of(None))
         worth = partial(self._worth_in_dram, whole=tenant is None)
         for number, unit in enumerate(dram_victims(self._of(tenant), wanted, worth, only_written=not self.writeback.state.ok), 1):
             if not number % _UNITS_AT_A_TIME:
                 await asyncio.sleep(0)
-            slot = unit.space.tree.pages.find_key(unit.key)
-            if slot < 0 or unit.used_since(slot):
+            if (slot := unit.slot_unless_used()) < 0:
                 continue
             if unit.space.is_durable(slot):
                 freed += self._free(unit, slot)
@@ -378,8 +378,7 @@ class Residency:
         """Give up the units that are not worth writing to SSD. Returns the others."""
         by_space: dict[int, list[Unit]] = {}
         for unit in units:
-            slot = unit.space.tree.pages.find_key(unit.key)
-            if slot >= 0 and not unit.used_since(slot):  # others had a turn since it was looked at
+            if unit.slot_unless_used() >= 0:  # others had a turn since it was looked at
                 by_space.setdefault(unit.space.number, []).append(unit)
         kept: list[Unit] = []
         for mine in by_space.values():
@@ -418,8 +417,7 @@ class Residency:
             except (Busy, DiskFailing):
                 stay.add(space.number)
         for unit in units:
-            slot = unit.space.tree.pages.find_key(unit.key)
-            if slot < 0 or unit.used_since(slot):
+            if (slot := unit.slot_unless_used()) < 0:
                 continue
             if unit.space.is_durable(slot):
                 self._free(unit, slot)

@@ -237,6 +237,13 @@ class Space:
         rows: list[int] = parts.blob[(np.left_shift(1, parts.component.astype(np.int64)) & components) != 0].tolist()
         return rows
 
+    def in_dram(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which pages have any of their bytes in DRAM."""
+        owner, part = self.tree.parts.of(self.tree.pages.part[slots])
+        found = np.zeros(len(slots), np.bool_)
+        found[owner[self.blobs.slot[self.tree.parts.blob[part]] != NO_SLOT]] = True
+        return found
+
     # --- pages ---------------------------------------------------------------------------------------------------------
 
     def insert(self, parent: bytes, tokens: bytes, extras: Extras, new: NewPages) -> None:

@@ -40,9 +40,10 @@ from kvstore.store.spaces import Spaces
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.store_config import StoreConfig
-from kvstore.store.upkeep import Orphans, flush
+from kvstore.store.upkeep import Orphans, flush, give_back
 from kvstore.store.uses import Uses
 from kvstore.store.vacate import Vacator
+from kvstore.store.waits import finish_despite_cancel
 from kvstore.store.why import Why, why
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
@@ -313,13 +314,9 @@ class Store:
             for lease in kind.of_space(space):
                 kind.release(lease)
         self._puts.end_space(space)
-        blobs = space.blobs
-        rows = np.flatnonzero(blobs.pages[: blobs.slots.high])  # of pages still to be loaded, too
-        blobs.pages[rows] = blobs.durable_pages[rows] = 0
-        blobs.on_ssd[rows] = False
-        for row in rows.tolist():
-            space.settle(row)
         self._trash.namespaces.append(space.number)
+        self._writeback.poke()
+        await finish_despite_cancel(asyncio.ensure_future(give_back(space)))
         await self._residency.announce_room()
         try:
             await self._writeback.emptied()
