@@ -19,5 +19,5 @@ def with_all_below(tree: TreeStructure, slots: Slots) -> Slots:
         whole.update(below)
         for at, start in ((node, firsts[node]), *((at, nodes.start[at]) for at in below)):
             runs.append(np.arange(start, nodes.start[at] + nodes.count[at], dtype=np.int32))
-    found: Slots = np.unique(np.concatenate(runs))
+    found: Slots = np.sort(np.concatenate(runs))
     return found

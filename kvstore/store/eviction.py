@@ -74,14 +74,16 @@ def _valued(each: list[tuple[Space, _Units]], wanted: int, worth: Worth) -> list
     if not each:
         return []
     likely = -(-wanted // min(int(units.nbytes.min()) for _, units in each))
-    slots = [np.unique(units.slot) for _, units in each]
+    fresh = [np.append(True, units.slot[1:] != units.slot[:-1]) for _, units in each]
+    slots = [units.slot[first] for (_, units), first in zip(each, fresh, strict=True)]
     values = worth([(space, own) for (space, _), own in zip(each, slots, strict=True)], likely)
     found = []
-    for (space, units), own, value in zip(each, slots, values, strict=True):
-        at = value[np.searchsorted(own, units.slot)]
+    for (space, units), first, own, value in zip(each, fresh, slots, values, strict=True):
+        at = value[np.cumsum(first) - 1] if len(own) < len(units.slot) else value
         part = units.group > 0
         if part.any():
             rank = np.searchsorted(np.sort(space.tree.pages.recency[own]), units.recency[part])
+            at = at.copy()
             at[part] = np.sort(value)[np.minimum(rank, len(own) - 1)]
         found.append((space, _Units(units.slot, units.group, units.recency, units.nbytes, at)))
     return found
@@ -117,8 +119,14 @@ def _in_dram(space: Space, *, only_written: bool) -> _Units:
 
 
 def _units(space: Space, slots: Slots, owner: Slots, part: Slots, nbytes: npt.NDArray[np.int64]) -> _Units:
-    """Sum up parts (`owner` indexes `slots`) by page and group."""
+    """Sum up parts (`owner` indexes `slots`) by page and group: in the order of `slots`, those of a page in a row."""
     tree = space.tree
+    if not tree.rules.optional:
+        total = np.bincount(owner, nbytes, len(slots)).astype(np.int64)
+        page = np.flatnonzero(total)
+        slots, total = slots[page], total[page]
+        last = tree.pages.recency[slots]
+        return _Units(slots, np.zeros(len(slots), np.int64), last, total, last)
     group_of = np.zeros(16, np.int64)
     for number, rule in enumerate(tree.rules.optional):
         group_of[rule.component] = number + 1

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from kvstore.columns import distinct
 from kvstore.errors import Busy, Corrupt, DiskFailing, KVStoreError, NoSpace, NotFound
 from kvstore.radix.pages import Slots
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
@@ -384,7 +385,7 @@ class Residency:
         for mine in by_space.values():
             space = mine[0].space
             slots = np.array([space.tree.pages.find_key(unit.key) for unit in mine], np.int32)
-            asked = np.unique(slots)
+            asked = distinct(slots)
             admitted = np.isin(slots, asked[self._replacement.admits(space, asked)])
             for unit, wanted in zip(mine, admitted.tolist(), strict=True):
                 if wanted or not unit.required:

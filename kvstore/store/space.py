@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import ColumnSpec
+from kvstore.columns import ColumnSpec, distinct
 from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange, namespace_digest
 from kvstore.radix.below import with_all_below
@@ -281,7 +281,7 @@ class Space:
         np.subtract.at(self.blobs.durable_pages, np.concatenate(removed.durable_blobs), 1)
         self._trash.records += [(self.number, key) for key in removed.durable_keys]
         self._watcher.buried(self, np.concatenate(removed.slots))
-        for row in np.unique(blobs).tolist():
+        for row in distinct(blobs).tolist():
             self.settle(row)
 
     def forget_ghosts(self, count: int) -> None:
@@ -445,7 +445,7 @@ class Space:
         if rows is not None:
             np.subtract.at(self.blobs.pages, rows, 1)
             np.subtract.at(self.blobs.durable_pages, rows, 1)
-            for row in np.unique(rows).tolist():
+            for row in distinct(rows).tolist():
                 self.settle(row)
 
     def lose_again(self) -> None:
