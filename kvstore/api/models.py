@@ -241,6 +241,8 @@ class Stat(ReplyModel):
     connections: int
     namespaces: list[Namespace]
     pid: int | None = None
+    policy: Annotated[str | None, Field(description="which pages leave a tier first")] = None
+    follows_lru: Annotated[bool | None, Field(description="whether that is by recency now, though the policy may estimate")] = None
     dram_segments: SegmentUsage | None = None
     totals: Annotated[Stats | None, Field(description="counters since start")] = None
     pending_pages: Annotated[int | None, Field(description="pages of which other shards are still to come")] = None

@@ -28,7 +28,9 @@ def status(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None
     if as_json:
         print_json(stat)
         return
-    table_console().print(f"kvstore {stat['version']}, up {stat['uptime_s']:.0f} s, at {', '.join(stat['endpoints'])}")
+    follows = " (by recency now)" if stat.get("follows_lru") and stat["policy"] != "lru" else ""
+    policy = f", policy {stat['policy']}{follows}" if "policy" in stat else ""
+    table_console().print(f"kvstore {stat['version']}, up {stat['uptime_s']:.0f} s{policy}, at {', '.join(stat['endpoints'])}")
     table_console().print(_tiers(stat), _namespaces(stat), *([_totals(stat)] if "totals" in stat else []))
 
 

@@ -31,7 +31,7 @@ from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
 from kvstore.store.quotas import Quotas, SsdBudget
 from kvstore.store.recovery import LoadProgress, Recovery
-from kvstore.store.replacement import Replacement
+from kvstore.store.replacement import DRAM, Replacement
 from kvstore.store.residency import Held, Residency
 from kvstore.store.scrub import Scrubber
 from kvstore.store.session_ends import SessionEnds
@@ -470,6 +470,11 @@ class Store:
     def readers(self) -> ThreadPoolExecutor:
         """The threads that read from SSD."""
         return self._readers
+
+    @property
+    def follows_lru(self) -> bool:
+        """Whether what leaves DRAM goes by recency now: the policy is `lru`, or the classifier trusts it more than itself."""
+        return self.replacement.policies[DRAM].follows_lru
 
     @property
     def ssd_state(self) -> SsdState:

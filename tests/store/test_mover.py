@@ -73,3 +73,9 @@ async def test_what_is_used_while_it_is_to_be_written_is_not_dropped(tmp_path: P
         assert space.tree.match(tokens_of((0, 7))).pages == 2
         assert not space.tree.match(tokens_of((1,))).pages, "nothing was dropped: this test shows nothing"
         check(store)
+
+
+async def test_a_durable_put_that_finds_no_space_at_its_commit_is_counted(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", ssd_bytes=20 * 5000, dram_bytes=60 * 5000)) as store:
+        await _full_ssd(store)
+        assert store.stats.puts_no_space == 1

@@ -76,6 +76,8 @@ class StatusRoutes:
     def _of_all(self, store: Store) -> dict[str, object]:
         return {
             "pid": os.getpid(),
+            "policy": store.config.policy,
+            "follows_lru": store.follows_lru,
             "tiers": {name: TierUsage(capacity=usage.capacity, used=usage.used) for name, usage in store.usage().items()},
             "dram_segments": store.dram_segments,
             "totals": store.stats,
