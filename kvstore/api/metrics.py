@@ -52,6 +52,16 @@ class StoreCollector(Collector):
             ("loading_pages", "Pages still to come back from the journal, about", _still_loading(self._store)),
             ("scrub_last_pass_seconds", "When the last whole scrub ended, Unix time", self._store.scrubber.progress.last_pass),
             ("policy_follows_lru", "1 while pages leave DRAM by recency, though the policy may estimate", self._store.follows_lru),
+            (
+                "ssd_read_bytes_per_second",
+                "What reads of pages from SSD reached, smoothed; a guess until there was one",
+                self._store.rates.ssd.bytes_s,
+            ),
+            (
+                "fetch_bytes_per_second",
+                "What fetches from DRAM reached, smoothed; a guess until there was one",
+                self._store.rates.link.bytes_s,
+            ),
             ("leases", "Leases held by clients", len(self._store.leases)),
             ("puts_open", "Puts under way", self._store.puts_open),
             ("writeback_backlog_pages", "Pages waiting to be written to SSD", len(self._store.backlog)),

@@ -11,8 +11,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, RootModel, Tag
 
+from kvstore.api.estimates import prefill_of
 from kvstore.errors import BadRequest
 from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
+from kvstore.store.cut import Ask
+from kvstore.store.rates import Rate
 from kvstore.store.recovery import LoadProgress
 from kvstore.store.scrub import ScrubProgress
 from kvstore.store.ssd_state import SsdState
@@ -40,6 +43,10 @@ def _whole(value: object) -> object:
 WHOLE = BeforeValidator(_whole)
 PinId = Annotated[str, Field(pattern=r"^[0-9]{1,19}$", description="a number of 63 bits, as text, as JSON's numbers lose some")]
 BlobId = Annotated[str, Field(pattern=BLOB_PATTERN)]
+
+
+PrefillUs = Annotated[float, Field(ge=0, lt=1e12, description="microseconds to compute a token; 0 if it is not known")]
+PrefillNs = Annotated[float, Field(ge=0, lt=1e15, description="nanoseconds more for each token before it")]
 
 
 class RequestModel(BaseModel):
@@ -97,6 +104,8 @@ class NamespaceBody(RequestModel):
     recipes: Annotated[bool, Field(description="allow token ids on disk")] = False
     retention_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="durable pages are kept at least so long"), WHOLE] = 86_400
     ttl_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="pages that nobody used for so long are removed; 0 for never"), WHOLE] = 0
+    prefill_us: PrefillUs = 0.0
+    prefill_ns_per_position: PrefillNs = 0.0
 
 
 class Namespace(ReplyModel):
@@ -112,6 +121,8 @@ class Namespace(ReplyModel):
     blobs: int
     dram_bytes: int
     ttl_s: Annotated[int, Field(description="0 for none")] = 0
+    prefill_us: Annotated[float, Field(description="microseconds to compute a token; 0 if nobody has said")] = 0.0
+    prefill_ns_per_position: Annotated[float, Field(description="nanoseconds more for each token before it")] = 0.0
     tenant: Annotated[str | None, Field(description="to those who see several tenants'")] = None
 
 
@@ -130,11 +141,27 @@ class NamespaceList(ReplyModel):
 # --- match -----------------------------------------------------------------------------------------------------------------
 
 
+class EstimateBody(RequestModel):
+    """What to reckon with; without a prefill cost, that of the namespace."""
+
+    prefill_us: PrefillUs = 0.0
+    prefill_ns_per_position: PrefillNs = 0.0
+    link_bytes_s: Annotated[float | None, Field(ge=1, le=1e15, description="the rate that is measured, if not given")] = None
+
+    def ask(self) -> Ask:
+        """As the store takes it. Raises BadRequest."""
+        return Ask(prefill_of(self.prefill_us, self.prefill_ns_per_position), self.link_bytes_s or 0.0)
+
+
+_ESTIMATE = Field(description="say what loading costs beside computing, and where to cut between both")
+
+
 class MatchByNumbers(RequestModel):
     """Tokens as numbers."""
 
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], WHOLE]
     parts: Annotated[bool, Field(description="list the parts too")] = False
+    estimate: Annotated[EstimateBody | None, _ESTIMATE] = None
 
     def token_bytes(self) -> bytes:
         """The tokens as the tree takes them."""
@@ -146,6 +173,7 @@ class MatchByBytes(RequestModel):
 
     tokens_base64: Annotated[str, Field(pattern=BASE64_PATTERN, json_schema_extra={"contentEncoding": "base64"})]
     parts: Annotated[bool, Field(description="list the parts too")] = False
+    estimate: Annotated[EstimateBody | None, _ESTIMATE] = None
 
     def token_bytes(self) -> bytes:
         """The tokens as the tree takes them. Raises BadRequest."""
@@ -186,6 +214,29 @@ class PartRun(ReplyModel):
     ]
 
 
+class TierRun(ReplyModel):
+    """Pages in a row whose bytes are in one tier."""
+
+    tier: Literal["dram", "ssd"]
+    first_page: int
+    pages: int
+    nbytes: int
+    load_s: float
+    recompute_s: Annotated[float | None, Field(description="null if no prefill cost is known")] = None
+
+
+class Estimate(ReplyModel):
+    """What the matched pages cost. Best is to load the first `pages` and to compute the rest of them, which takes `seconds` in all."""
+
+    runs: list[TierRun]
+    load_s: float
+    recompute_s: float | None = None
+    pages: int
+    seconds: float
+    link_bytes_s: float
+    ssd_bytes_s: float
+
+
 class Match(ReplyModel):
     """The longest prefix that is in the store. `runs` and `blobs` only if parts were asked for."""
 
@@ -197,6 +248,7 @@ class Match(ReplyModel):
     endpoints: list[str]
     runs: list[PartRun] | None = None
     blobs: Annotated[list[BlobId] | None, Field(description="a blob id for each part of each page, in order")] = None
+    estimate: Annotated[Estimate | None, Field(description="if it was asked for, and there is a page")] = None
 
 
 # --- health ----------------------------------------------------------------------------------------------------------------
@@ -226,6 +278,18 @@ class TierUsage(ReplyModel):
     used: int
 
 
+class RateNow(ReplyModel):
+    """Bytes a second, smoothed; a guess as long as none were `measured`."""
+
+    bytes_s: float
+    measured: bool
+
+    @classmethod
+    def of(cls, rate: Rate) -> "RateNow":
+        """As it is now."""
+        return cls(bytes_s=round(rate.bytes_s), measured=rate.measured)
+
+
 class Stat(ReplyModel):
     """What the daemon holds and has done; without admin access, only what is the tenant's own."""
 
@@ -243,6 +307,9 @@ class Stat(ReplyModel):
     pid: int | None = None
     policy: Annotated[str | None, Field(description="which pages leave a tier first")] = None
     follows_lru: Annotated[bool | None, Field(description="whether that is by recency now, though the policy may estimate")] = None
+    rates: Annotated[dict[str, RateNow] | None, Field(description="reads from `ssd`, and what fetches from DRAM reach over the `link`")] = (
+        None
+    )
     dram_segments: SegmentUsage | None = None
     totals: Annotated[Stats | None, Field(description="counters since start")] = None
     pending_pages: Annotated[int | None, Field(description="pages of which other shards are still to come")] = None

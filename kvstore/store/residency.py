@@ -15,6 +15,7 @@ from kvstore.errors import Busy, Corrupt, DiskFailing, KVStoreError, NoSpace, No
 from kvstore.radix.pages import Slots
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
 from kvstore.store.quotas import Quotas, room_to_make
+from kvstore.store.rates import Meter, Rates
 from kvstore.store.replacement import DRAM, SSD, Replacement
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
@@ -58,6 +59,7 @@ class Residency:
     def __init__(
         self, arena: Arena, blob_file: BlobFile, readers: Executor, spaces: Callable[[], Iterable[Space]],
         stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas, replacement: Replacement,
+        reads: Meter | None = None,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
@@ -69,6 +71,7 @@ class Residency:
         self._vacator = vacator
         self._quotas = quotas
         self._replacement = replacement
+        self._reads = reads or Rates().reads
         self._own_room: dict[str, asyncio.Task[None]] = {}
         self._demand = 0
         self._wake = asyncio.Event()
@@ -273,12 +276,15 @@ class Residency:
         if not blobs.on_ssd[row]:
             space.lose_blob(row)
             raise NotFound(f"blob {blobs.id_of(row).hex()} is in no tier")
+        self._reads.begin()
+        nbytes = 0
         read = asyncio.get_running_loop().run_in_executor(
             self._readers, self._blob_file.read, space.number, blobs.id_of(row), blobs.layout_of(row), target
         )
         try:
             # Shielded: the thread writes into `target` until it is done, so the slot must not be freed before.
             await finish_despite_cancel(read)
+            nbytes = len(target)
         except NotFound as error:
             self._stats.corrupt_blobs += isinstance(error, Corrupt)
             _log.error("dropping the pages of a lost blob: %s", error.message)
@@ -286,6 +292,8 @@ class Residency:
             space.lose_blob(row)
             self.writeback.poke()
             raise
+        finally:
+            self._reads.end(nbytes, spoiled=not nbytes)
 
     async def _stage(self, space: Space, row: int) -> "Held":
         """Read around DRAM, through a few bounded buffers: what a fetch does when everything in DRAM is leased."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvstore.columns import ColumnSpec, distinct
 from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange, namespace_digest
+from kvstore.prefill import Prefill
 from kvstore.radix.below import with_all_below
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
@@ -49,6 +50,8 @@ class NamespaceSettings:
     recipes: bool = False
     retention_s: int = 86_400
     ttl_s: int = 0
+    prefill: Prefill | None = None
+    """What computing its pages costs, if somebody has said so."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -70,17 +73,19 @@ class NamespaceSettings:
         return namespace_digest(self.tenant, self.fingerprint, self.spec)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data. Without a TTL there is none in it, as daemons before it wrote."""
+        """Plain data. Without a TTL or a prefill cost there is none in it, as daemons before it wrote."""
         data: dict[str, Any] = {
             "tenant": self.tenant, "name": self.name, "fingerprint": self.fingerprint,
             "spec": self.spec.to_dict(), "recipes": self.recipes, "retention_s": self.retention_s,
         }  # fmt: skip
-        return data | ({"ttl_s": self.ttl_s} if self.ttl_s else {})
+        data |= {"ttl_s": self.ttl_s} if self.ttl_s else {}
+        return data | ({"prefill": [self.prefill.base_s, self.prefill.slope_s]} if self.prefill else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "NamespaceSettings":
         """The inverse of `to_dict`."""
-        return cls(**{**data, "spec": KVSpec.from_dict(data["spec"])})
+        prefill = Prefill(*data["prefill"]) if "prefill" in data else None
+        return cls(**{**data, "spec": KVSpec.from_dict(data["spec"]), "prefill": prefill})
 
 
 @dataclass(slots=True)
