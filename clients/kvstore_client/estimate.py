@@ -19,7 +19,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TierRun:
-    """Pages in a row whose bytes are in one tier (`dram` or `ssd`). `recompute_s` is None if no prefill cost is known."""
+    """Pages in a row whose bytes are in one tier: `dram`, `ssd`, or `mixed` after very many runs.
+
+    `recompute_s` is None if no prefill cost is known.
+    """
 
     tier: str
     first_page: int

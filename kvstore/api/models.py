@@ -217,7 +217,7 @@ class PartRun(ReplyModel):
 class TierRun(ReplyModel):
     """Pages in a row whose bytes are in one tier."""
 
-    tier: Literal["dram", "ssd"]
+    tier: Annotated[Literal["dram", "ssd", "mixed"], Field(description="mixed: all that comes after 255 runs")]
     first_page: int
     pages: int
     nbytes: int

@@ -40,7 +40,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class TierRun:
-    """Pages in a row whose bytes are in one tier: where some are on SSD, that is the page's. `recompute_s` is None if no cost is known."""
+    """Pages in a row in one tier (`dram`, `ssd`; `mixed` at the end of very many): a page with some bytes on SSD is there.
+
+    `recompute_s` is None if no cost is known.
+    """
 
     tier: str
     first_page: int

@@ -11,6 +11,8 @@ from kvstore.store.space import Space
 from kvstore.tiers.blobs import NO_SLOT
 
 Flags = npt.NDArray[np.bool_]
+MAX_RUNS = 256
+"""Of one estimate: more would take long to make and to send, and tell a scheduler nothing."""
 
 
 def estimate(space: Space, slots: Slots, ask: Ask, rates: Rates, link_bytes_s: float) -> Estimate:
@@ -47,13 +49,17 @@ def estimate(space: Space, slots: Slots, ask: Ask, rates: Rates, link_bytes_s: f
 
 
 def _runs(slow: Flags, nbytes: Floats, seconds: Floats, prefill: Prefill | None, page_tokens: int) -> tuple[TierRun, ...]:
-    """Pages in a row that are in one tier."""
+    """Pages in a row that are in one tier; where they alternate too often, the rest is one run."""
     if not len(slow):
         return ()
-    firsts = np.flatnonzero(np.append(True, slow[1:] != slow[:-1])).tolist()
+    firsts = np.flatnonzero(np.append(True, slow[1:] != slow[:-1]))
+    mixed = len(firsts) > MAX_RUNS
+    firsts = firsts[:MAX_RUNS]
+    columns = zip(firsts.tolist(), np.add.reduceat(nbytes, firsts).tolist(), np.add.reduceat(seconds, firsts).tolist(), strict=True)
+    ends = [*firsts[1:].tolist(), len(slow)]
     found = []
-    for first, last in zip(firsts, [*firsts[1:], len(slow)], strict=True):
+    for (first, size, load), last in zip(columns, ends, strict=True):
         recompute = None if prefill is None else float(prefill.between(first * page_tokens, last * page_tokens))
-        tier, size, load = "ssd" if slow[first] else "dram", int(nbytes[first:last].sum()), float(seconds[first:last].sum())
-        found.append(TierRun(tier, first, last - first, size, load, recompute))
+        tier = "mixed" if mixed and last == len(slow) else "ssd" if slow[first] else "dram"
+        found.append(TierRun(tier, first, last - first, int(size), load, recompute))
     return tuple(found)

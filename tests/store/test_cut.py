@@ -165,6 +165,22 @@ async def test_where_pages_are_decides_what_is_loaded(tmp_path: Path) -> None:
         assert store.match(space, tokens_of(prefix), {}).estimate is None
 
 
+async def test_pages_that_alternate_make_a_bounded_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.store.estimating.MAX_RUNS", 3)
+    async with Store(config(tmp_path / "d", dram_bytes=60 * 5000)) as store:
+        space = await store.create_namespace(settings_named())
+        prefix = tuple(range(8))
+        await put(store, space, prefix, b"v" * 16, Ack.DURABLE)
+        for slot in space.tree.path_slots(space.tree.match(tokens_of(prefix)))[1::2].tolist():
+            for row in space.rows_of(slot):
+                space.clear_slot(row)
+        found = store.match(space, tokens_of(prefix), {}, ask=Ask(Prefill(1.0))).estimate
+        assert found is not None
+        assert [(run.tier, run.first_page, run.pages) for run in found.runs] == [("dram", 0, 1), ("ssd", 1, 1), ("mixed", 2, 6)]
+        assert sum(run.load_s for run in found.runs) == pytest.approx(found.load_s)
+        assert sum(run.recompute_s or 0 for run in found.runs) == pytest.approx(found.recompute_s)
+
+
 async def test_reads_from_ssd_are_measured(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named())
