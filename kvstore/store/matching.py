@@ -1,8 +1,6 @@
 """Which prefix is there, how far it is usable, and what there is to load."""
 
-import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -84,8 +82,11 @@ class Matching:
             if path.pages:
                 path = tree.open_path(path, tokens, extras, start.pages)
                 lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s)
-            with self._released_on_error(lease):
+            try:
                 self._uses.use(space, path, hints, asked=asked)
+            except BaseException:
+                self._give_back(lease)
+                raise
         slots = tree.path_slots(path) if parts or ask else np.empty(0, np.int32)
         table, in_dram = part_table(space, slots) if parts else (None, -1)
         found = Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
@@ -116,21 +117,19 @@ class Matching:
         self._stats.matches += 1
         lease = self._leases.grant(owner, space, paths[:count], time.monotonic(), lease_s) if lease_s and count else None
         if lease is not None:
-            with self._released_on_error(lease):
+            try:
                 self._uses.use_alone(space, slots[:count], hints)
+            except BaseException:
+                self._give_back(lease)
+                raise
         table, in_dram = part_table(space, slots[:count]) if parts else (None, -1)
         usable = np.flatnonzero(space.tree.rules.usable(tree.pages.components[slots]))
         return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable), slots[:count]
 
-    @contextlib.contextmanager
-    def _released_on_error(self, lease: Lease | None) -> Iterator[None]:
+    def _give_back(self, lease: Lease | None) -> None:
         """Who is not told of a lease can't release it."""
-        try:
-            yield
-        except BaseException:
-            if lease is not None:
-                self._leases.release(lease)
-            raise
+        if lease is not None:
+            self._leases.release(lease)
 
     def base_path(self, owner: int, space: Space, base: int) -> Path:
         """The path of a lease that others build on; empty for 0. Raises NotFound if the owner has no such lease there."""

@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,6 @@ _MAX_NOTES, _MAX_NOTED_PAGES, _PAGES_AT_A_TIME = 2048, 1 << 16, 4096
 """Most uses noted and not told of, and most pages of them all; and about how many are told of in a row."""
 _MAX_AWAITED_PAGES = 1 << 18
 """Most pages of which it is remembered that they are to be fetched; more, and the first are taken to have come."""
-_DISTANCES = 1 << np.arange(31)
 _QUIET_S = 0.02
 """How long nothing must have come for it to be quiet."""
 
@@ -117,10 +116,10 @@ class Replacement:
         known, hits = _front((before & _SEEN) != 0), _front((before & (DRAM | SSD)) != 0)
         place[slots] = before | (DRAM | _SEEN)
         keys = space.tree.pages.key
-        ends = keys[slots[np.maximum(len(slots) - _DISTANCES[: len(slots).bit_length() + 1], 0)]].tobytes()
         missing = (before & DRAM) == 0
+        ends = keys[slots[_ends(len(slots))]].tobytes()
         self._note(_Note(space, ends, counted, known, min(hits, known), missing, asked, use.hints, use.now), len(slots))
-        if missing[: use.hits].any():
+        if use.hits and missing[: use.hits].any():
             self._await(space, keys[slots[: use.hits][missing[: use.hits]]].tobytes())
 
     def _note(self, note: "_Note | _Cooled", pages: int) -> None:
@@ -332,6 +331,12 @@ class Replacement:
     @staticmethod
     def _place(space: Space) -> npt.NDArray[np.uint8]:
         return space.tree.pages.kept[_PLACE.name]
+
+
+@lru_cache(maxsize=1024)
+def _ends(pages: int) -> npt.NDArray[np.int64]:
+    """The last page, and pages before it at doubling distances up to the first."""
+    return np.unique(np.maximum(pages - (1 << np.arange(pages.bit_length() + 1)), 0))[::-1].copy()
 
 
 def _found(space: Space, keys: bytes) -> Slots:
