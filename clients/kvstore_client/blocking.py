@@ -213,9 +213,9 @@ class Namespace:
         """Read what a computation is putting while it does (see the asynchronous Namespace.follow)."""
         return Follower(self._client.run, self.inner.follow(put_id, wanted=wanted, timeout=timeout))
 
-    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None) -> Session:
+    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None, costs: Costs | bool = False) -> Session:
         """A conversation that grows: only new tokens travel (see the asynchronous Session)."""
-        return Session(self._client.run, self.inner.session(lease_s=lease_s, hints=hints))
+        return Session(self._client.run, self.inner.session(lease_s=lease_s, hints=hints, costs=costs))
 
     def prefetch(
         self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, timeout: float | None = None

@@ -339,9 +339,9 @@ class Namespace:
         """Read what a computation is putting while it does: `async with namespace.follow(put_id) as follower` (see Follower)."""
         return Follower(self, put_id, wanted or self.spec.whole(), timeout)
 
-    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None) -> Session:
+    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None, costs: Costs | bool = False) -> Session:
         """A conversation that grows, of which only new tokens travel: `async with namespace.session() as session` (see Session)."""
-        return Session(self, lease_s=lease_s, hints=hints)
+        return Session(self, lease_s=lease_s, hints=hints, costs=costs)
 
     # --- what is told about prefixes -----------------------------------------------------------------------------------
 

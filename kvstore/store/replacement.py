@@ -37,7 +37,8 @@ _PLACE = ColumnSpec("place", "u1")
 _MAX_NOTES, _MAX_NOTED_PAGES, _PAGES_AT_A_TIME = 2048, 1 << 16, 4096
 """Most uses noted and not told of, and most pages of them all; and about how many are told of in a row."""
 _MAX_AWAITED_PAGES = 1 << 18
-"""Most pages of which it is remembered that they are to be fetched; more, and the first are taken to have come."""
+"""Most pages (and reads) of which it is remembered that they are to be fetched; of more, the first are taken to have come."""
+_AWAITED_AT_A_TIME = 128
 _QUIET_S = 0.02
 """How long nothing must have come for it to be quiet."""
 
@@ -134,12 +135,15 @@ class Replacement:
         step = _PAGES_AT_A_TIME * KEY_BYTES
         self._awaited.extend((space, keys[at : at + step]) for at in range(0, len(keys), step))
         self._awaited_pages += len(keys) // KEY_BYTES
-        while self._awaited_pages > _MAX_AWAITED_PAGES and len(self._awaited) > 1:
+        while (len(self._awaited) > _MAX_NOTES or self._awaited_pages > _MAX_AWAITED_PAGES) and len(self._awaited) > 1:
             self._awaited_pages -= len(self._awaited.popleft()[1]) // KEY_BYTES
 
     async def give_up_waiting(self) -> None:
-        """Tell the policy of DRAM which pages were read and did not come: those still on SSD only that nobody has a lease on."""
-        for _ in range(len(self._awaited)):
+        """Tell the policy of DRAM which pages were read and did not come: those still on SSD only that nobody has a lease on.
+
+        Looks at some of them, those that were read first.
+        """
+        for _ in range(min(len(self._awaited), _AWAITED_AT_A_TIME)):
             if not self._awaited:
                 return
             space, keys = self._awaited.popleft()

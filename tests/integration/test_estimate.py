@@ -95,6 +95,21 @@ def test_a_fetch_follows_the_plan(daemon: DaemonProcess) -> None:
                 namespace.fetch(namespace.match(TOKENS[:4], lease_s=0), out, plan=match.estimate)
 
 
+def test_a_session_asks_at_each_move_of_its_cursor(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = client.namespace("pages")
+        namespace.prefetch(TOKENS, pages=(0, FRONT))
+        with namespace.session(costs=disk_times(namespace, 0.5)) as session:
+            session.extend(TOKENS[: SPEC.page_tokens])
+            assert session.estimate is not None
+            assert session.estimate.pages == 1
+            session.extend(TOKENS[SPEC.page_tokens :])
+            assert session.estimate.pages == FRONT
+            out = np.zeros(FRONT * SPEC.page_bytes, np.uint8)
+            assert session.fetch(out, plan=session.estimate) == len(out)
+            assert np.array_equal(out, content(TOKENS)[: len(out)])
+
+
 def test_in_a_hybrid_model_the_cut_is_a_usable_boundary_with_its_own_parts(daemon: DaemonProcess) -> None:
     with Client(daemon.endpoint) as client:
         namespace = client.namespace("hybrid")
