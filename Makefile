@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 ORACLE := .venv-oracle
 
 .PHONY: demo test test-oracle openapi crash cuts flips fuzz soak lint format bench lock clean
@@ -10,36 +11,36 @@ ORACLE := .venv-oracle
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)
 
-test: $(STAMP) ## Run the tests
+test: $(DEV_STAMP) ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
 test-oracle: $(ORACLE)/.installed ## Compare the hybrid match with SGLang's cache on random sequences (see docs/testing.md)
 	$(ORACLE)/bin/python -m tests.oracle $(ARGS)
 
-crash: $(STAMP) ## Kill the daemon 200 times under load; what was acknowledged as durable must be there
+crash: $(DEV_STAMP) ## Kill the daemon 200 times under load; what was acknowledged as durable must be there
 	KVSTORE_TEST_KILLS=200 $(BIN)/python -m pytest tests/faults/test_crash_cycles.py --timeout 3600 $(ARGS)
 
-cuts: $(STAMP) ## Cut every kind of request at every byte
+cuts: $(DEV_STAMP) ## Cut every kind of request at every byte
 	KVSTORE_TEST_CUTS=all $(BIN)/python -m pytest tests/faults/test_cut_frames.py --timeout 3600 $(ARGS)
 
-flips: $(STAMP) ## Flip bits in both LMDB files of a stopped daemon, 300 times
+flips: $(DEV_STAMP) ## Flip bits in both LMDB files of a stopped daemon, 300 times
 	KVSTORE_TEST_FLIPS=300 $(BIN)/python -m pytest tests/faults/test_flips.py --timeout 3600 $(ARGS)
 
-fuzz: $(STAMP) ## Feed a million random inputs to the decoders and to a live daemon
+fuzz: $(DEV_STAMP) ## Feed a million random inputs to the decoders and to a live daemon
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 soak: $(STAMP) ## Run mixed load for 20 minutes and see that memory, descriptors and files stay flat
 	$(BIN)/python -m kvstore_workers.soak $(ARGS)
 
-openapi: $(STAMP) ## Run the OpenAPI document against a daemon at length (make test does so briefly)
+openapi: $(DEV_STAMP) ## Run the OpenAPI document against a daemon at length (make test does so briefly)
 	OPENAPI_EXAMPLES=1000 $(BIN)/python -m pytest --timeout 3600 tests/integration/test_openapi.py $(ARGS)
 
-lint: $(STAMP) ## Check style, formatting and types
+lint: $(DEV_STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP) ## Format the code
+format: $(DEV_STAMP) ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -58,6 +59,10 @@ lock: ## Renew constraints.txt from what the newest packages resolve to
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstore needs Python 3.11 or later; say which with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt -e '.[server]'
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt -e '.[server,dev]'
 	@touch $@
 

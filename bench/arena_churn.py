@@ -231,16 +231,11 @@ async def churn(settings: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
         config = StoreConfig(
             data_dir=Path(folder) / "data", dram_bytes=settings.dram << 20, ssd_bytes=1 << 20, max_pages=200_000,
-            watermarks=Watermarks(1.0, 0.99), put_wait_s=0.0 if settings.no_moving else 1.0, shutdown_s=0.0,
+            watermarks=Watermarks(1.0, 0.99, on_demand=False), put_wait_s=0.0 if settings.no_moving else 1.0, shutdown_s=0.0,
             move_share=0.0 if settings.no_moving else settings.move_share, journal_bytes=64 << 20,
         )  # fmt: skip
         async with Store(config) as store:
-            store._residency._reclaim = _evict_nothing  # type: ignore[method-assign]
             return await Churn(store, settings).run()
-
-
-async def _evict_nothing(wanted: int, tenant: str | None = None) -> int:
-    return 0
 
 
 def record(report: Report, name: str, outcome: Outcome) -> None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -44,9 +45,15 @@ class Iperf:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self._process = subprocess.Popen(
-            ["iperf3", "-s", "-B", "127.0.0.1", "-p", str(self.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ["iperf3", "-s", "-B", "127.0.0.1", "-p", str(self.port), "--forceflush"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        time.sleep(0.5)
+        assert self._process.stdout is not None
+        said = b""
+        while b"listening" not in said:
+            if not (line := self._process.stdout.readline()):
+                sys.exit(f"iperf3 does not start: {said.decode(errors='replace')}")
+            said += line
+        threading.Thread(target=self._process.stdout.read, daemon=True).start()  # what it says later is nobody's business
 
     def measure(self, streams: int, seconds: float) -> float:
         """GiB/s received."""

@@ -30,6 +30,12 @@ def column(capacity: int, dtype: npt.DTypeLike, width: int = 1) -> npt.NDArray[A
     return flat if width == 1 else flat.reshape(capacity, width)
 
 
+def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The different values, ascending. `np.unique` hashes them since numpy 2.3, which takes ten to twenty times as long for many."""
+    ordered = np.sort(values)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
     """A column that somebody else wants kept beside the rows of a table: one number of this type a row, at first 0."""

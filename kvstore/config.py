@@ -79,6 +79,7 @@ class Config(BaseModel):
     tls_client_ca: Path | None = Field(None, description="certificates (PEM) of who signs those of clients; with it, clients need one")
     record: Path | None = Field(None, description="file to record requests to, packed if it ends in .gz; see docs/operations.md")
     record_max_bytes: Size = Field(1 << 30, ge=1 << 12, description="bytes at which recording ends")
+    record_keep: int = Field(8, ge=0, le=1000, description="older recordings of that name that stay beside it, numbered from the newest")
     record_tokens: bool = Field(False, description="record the tokens of prompts too: who reads the file reads the prompts")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 

@@ -47,6 +47,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
     _log.info("kvstore %s, data in %s", __version__, config.data_dir)
     for tier, size in (("DRAM", store_config.dram_bytes), ("SSD", store_config.ssd_bytes)):
         _log.info("%s tier: %.1f MiB", tier, size / (1 << 20))
+    _log.info("policy: %s", store_config.policy)
     if warning := tight(store_config.dram_bytes, memory):
         _log.warning("%s", warning)
     guard = await _guard(config)
@@ -104,7 +105,7 @@ async def _guard(config: Config) -> Guard:
 def _recording(config: Config) -> contextlib.AbstractAsyncContextManager[Recorder | None]:
     if config.record is None:
         return contextlib.nullcontext()
-    return Recorder(config.record, max_bytes=config.record_max_bytes, with_tokens=config.record_tokens)
+    return Recorder(config.record, max_bytes=config.record_max_bytes, keep=config.record_keep, with_tokens=config.record_tokens)
 
 
 async def _certificate(config: Config) -> Certificate | None:

@@ -1,5 +1,6 @@
 """The file that `serve --record` writes: lines of kvstore's trace format, packed if the name ends in .gz. Blocking: for a thread."""
 
+import contextlib
 import gzip
 import logging
 import os
@@ -10,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -27,8 +27,10 @@ _SECRET_BYTES = 32
 _CHUNK_PAGES = 256
 _CHUNK_BYTES = _CHUNK_PAGES * KEY_BYTES
 _SESSION_BYTES = 6
-_TRAILER_BYTES = 64
-"""What a packed file may still grow by when it is closed."""
+_PACKING_BYTES = 64
+"""What packing may add."""
+_EXTRA_COST = 200
+"""Bytes that an extra digest with its page takes up in memory, about."""
 _ENDS = {Ended.TOOL_CALL: "tool_use", Ended.END_TURN: "end_turn", Ended.SUBAGENT_DONE: "subagent_done"}
 
 
@@ -71,7 +73,7 @@ class Note:
     @property
     def nbytes(self) -> int:
         """Bytes that it holds on to."""
-        return len(self.keys) + len(self.labels) + len(self.token_ids)
+        return len(self.keys) + len(self.labels) + len(self.token_ids) + _EXTRA_COST * len(self.extras or ())
 
     def page_keys(self) -> bytes:
         """The keys of all its pages; about 1 µs for each that is not known."""
@@ -83,30 +85,43 @@ class Note:
 
 
 class RecordFile:
-    """One recording. What would make the file larger than `max_bytes` is left out, as is all after that, or after an error."""
+    """One recording. What would make the file larger than `max_bytes` is left out, as is all after that, or after an error.
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    A packed file is a row of whole gzip members, so that it can be read to its end while it grows, and after a kill. At its start
+    the one that is there becomes number 1 of the older ones, of which `keep` stay.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, keep: int = 8) -> None:
         self._path = path
         self._max_bytes = max_bytes
+        self._keep = keep
+        self._packed = path.name.endswith(".gz")
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._numbers: dict[int, int] = {}
         self._ended = False
-        self._loose = 0
-        """Bytes given to the packer since it was flushed last."""
+        self._waiting = bytearray()
+        """Whole lines that are still to be written."""
 
     def open(self) -> None:
         """Make the file, for this user only, and write its header; one that is there is moved aside. Raises BadRequest."""
         try:
             if self._path.is_file() and not self._path.is_symlink():
-                self._path.replace(aside(self._path))
+                self._make_way()
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise BadRequest(f"can't record to {self._path}: {error.strerror}; name another file with --record") from error
         self._raw = os.fdopen(descriptor, "wb")
-        packed = self._path.name.endswith(".gz")
-        self._out: IO[bytes] = gzip.GzipFile(fileobj=self._raw, mode="wb", compresslevel=3, filename="") if packed else self._raw  # type: ignore[assignment]
         self._put(Header(started=time.time()))
         self._flush()
+
+    def _make_way(self) -> None:
+        for number in range(self._keep, 1, -1):
+            with contextlib.suppress(FileNotFoundError):
+                older(self._path, number - 1).replace(older(self._path, number))
+        if self._keep:
+            self._path.replace(older(self._path, 1))
+        else:
+            self._path.unlink()
 
     def write(self, notes: Sequence[Note]) -> int:
         """Write lines, and flush them. Returns how many were written."""
@@ -126,7 +141,6 @@ class RecordFile:
     def close(self) -> None:
         """Close the file."""
         try:
-            self._out.close()
             self._raw.close()
         except OSError as error:
             _log.error("can't close %s: %s", self._path, error.strerror)
@@ -167,20 +181,20 @@ class RecordFile:
     def _put(self, line: Line) -> bool:
         """Write a line, if there is room for it."""
         data = encode_line(line)
-        room = self._max_bytes - _TRAILER_BYTES - len(data)
-        if self._raw.tell() + self._loose > room:
+        room = self._max_bytes - _PACKING_BYTES - len(data)
+        if self._raw.tell() + len(self._waiting) > room:
             self._flush()  # packed, it may be much less
             if self._raw.tell() > room:
                 self._end(f"{self._path} is full (record_max_bytes is {self._max_bytes})")
                 return False
-        self._out.write(data)
-        self._loose += len(data) if self._out is not self._raw else 0
+        self._waiting += data
         return True
 
     def _flush(self) -> None:
-        self._out.flush()
-        self._raw.flush()
-        self._loose = 0
+        if self._waiting:
+            data, self._waiting = self._waiting, bytearray()
+            self._raw.write(gzip.compress(data, compresslevel=3, mtime=0) if self._packed else data)
+            self._raw.flush()
 
     def _end(self, why: str) -> None:
         self._ended = True
@@ -194,7 +208,7 @@ def _yielding(keys: Iterable[bytes]) -> Iterator[bytes]:
             time.sleep(0)
 
 
-def aside(path: Path) -> Path:
-    """Where a file that is in the way goes: `trace.jsonl.gz` to `trace.old.jsonl.gz`."""
+def older(path: Path, number: int) -> Path:
+    """Where an older recording is: `trace.1.jsonl.gz` is what `trace.jsonl.gz` was before, `trace.2.jsonl.gz` what that one was."""
     stem, dot, suffix = path.name.partition(".") if not path.name.startswith(".") else (path.name, "", "")
-    return path.with_name(f"{stem}.old{dot}{suffix}")
+    return path.with_name(f"{stem}.{number}{dot}{suffix}")

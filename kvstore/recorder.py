@@ -30,13 +30,13 @@ class Recorder:
     Raises BadRequest if the file can't be opened. Uses of flat namespaces are no prefixes, and are not recorded.
     """
 
-    def __init__(self, file: Path, *, max_bytes: int, with_tokens: bool = False) -> None:
+    def __init__(self, file: Path, *, max_bytes: int, keep: int = 8, with_tokens: bool = False) -> None:
         self.stats = Stats()
         """Counts what was recorded and left out; give it the store's own."""
         self.stuck = False
         """Whether a write did not end when it was closed: then only the end of the process ends it."""
         self._path = file
-        self._file = RecordFile(file, max_bytes)
+        self._file = RecordFile(file, max_bytes, keep)
         self._with_tokens = with_tokens
         self._clock = Clock()
         self._thread = ThreadPoolExecutor(1, "kvstore-record")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES
+from kvstore.prefill import Prefill
 
 EXTENT_BYTES = 69_616
 """Of the SSD tier, unless it is set otherwise."""
@@ -92,38 +93,6 @@ class Model:
         """What is kept of a context from which one can go on at so many places."""
         kept = self.whole_pages(tokens)
         return self.full_bytes * kept + boundaries * (self.load_bytes(tokens) - self.full_bytes * kept)
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Computing the token at position p takes `base_s + slope_s * p` seconds."""
-
-    base_s: float
-    slope_s: float = 0.0
-
-    @classmethod
-    def measured(cls, points: Sequence[tuple[float, int]]) -> "Prefill":
-        """From one or two measurements: (tokens a second, length) of prompts computed whole. One alone says nothing of the growth: none."""
-        if not 1 <= len(points) <= 2:
-            raise BadRequest(f"{len(points)} prefill rates: give one, or two at different lengths")
-        for rate, length in points:
-            _check("a prefill rate", rate, above=True)
-            _check("the length of a prefill rate", length, low=1, high=_LONGEST)
-        if len(points) == 1:
-            return cls(1 / points[0][0])
-        (near_rate, near), (far_rate, far) = sorted(points, key=lambda point: point[1])
-        if near == far:
-            raise BadRequest(f"both prefill rates are at {near} tokens: their lengths must differ")
-        slope = 2 * (1 / far_rate - 1 / near_rate) / (far - near)
-        base = 1 / near_rate - slope * near / 2
-        if slope < 0 or base <= 0:
-            why = "faster for the longer prompt" if slope < 0 else "slower by more than attention can explain"
-            raise BadRequest(f"prefill is {near_rate:g} tokens/s at {near} and {far_rate:g} at {far}: {why}")
-        return cls(base, slope)
-
-    def seconds(self, tokens: float) -> float:
-        """How long a prompt takes from its start."""
-        return self.base_s * tokens + self.slope_s * tokens * tokens / 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 import gzip
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvstore.digests import page_key
 from kvstore.errors import BadRequest
-from kvstore.record_file import Note, Origin, RecordFile, aside
+from kvstore.record_file import Note, Origin, RecordFile, older
 from kvstore.recorder import Recorder
 from kvstore.trace_record import UseLine, decode_ids, decode_line, page_ids
 
@@ -54,7 +55,7 @@ def test_two_recordings_can_not_be_joined_and_the_last_is_kept(tmp_path: Path) -
         assert isinstance(last, UseLine)
         ids.append(set(decode_ids(last.pages).tolist()))
     assert not ids[0] & ids[1]
-    kept = decode_line((tmp_path / "t.old.jsonl").read_bytes().splitlines()[-1])
+    kept = decode_line((tmp_path / "t.1.jsonl").read_bytes().splitlines()[-1])
     assert isinstance(kept, UseLine)
     assert set(decode_ids(kept.pages).tolist()) == ids[0]
 
@@ -64,7 +65,6 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog:
     file.open()
     with Path("/dev/full").open("wb") as full:
         file._raw, real = full, file._raw
-        file._out = full
         with caplog.at_level(logging.ERROR):
             assert file.write([note(2000)]) == 0
         assert file.write([note(1)]) == 0
@@ -83,9 +83,38 @@ async def test_what_does_not_fit_into_the_queue_is_counted(tmp_path: Path) -> No
     assert len((tmp_path / "t.jsonl").read_bytes().splitlines()) == 8194
 
 
-@pytest.mark.parametrize(("name", "old"), [("a.jsonl.gz", "a.old.jsonl.gz"), ("a", "a.old"), (".a.x", ".a.x.old")])
+@pytest.mark.parametrize(("name", "old"), [("a.jsonl.gz", "a.2.jsonl.gz"), ("a", "a.2"), (".a.x", ".a.x.2")])
 def test_old_files_keep_their_kind(name: str, old: str) -> None:
-    assert aside(Path("/x") / name) == Path("/x") / old
+    assert older(Path("/x") / name, 2) == Path("/x") / old
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_so_many_older_recordings_stay(tmp_path: Path, keep: int) -> None:
+    for number in range(6):
+        file = RecordFile(tmp_path / "t.jsonl", 1 << 20, keep)
+        file.open()
+        file.write([note(number + 1)])
+        file.close()
+    found = {path.name: decode_line(path.read_bytes().splitlines()[-1]) for path in tmp_path.iterdir()}
+    pages = {name: line.tokens // 4 for name, line in found.items() if isinstance(line, UseLine)}
+    assert pages == {"t.jsonl": 6} | {f"t.{number}.jsonl": 6 - number for number in range(1, keep + 1)}
+
+
+def test_a_packed_recording_can_be_read_while_it_grows(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path / "t.jsonl.gz", 1 << 20)
+    file.open()
+    for number in range(1, 4):
+        assert file.write([note(5, number)]) == 1
+        assert len(gzip.decompress((tmp_path / "t.jsonl.gz").read_bytes()).splitlines()) == 2 + number
+    file.close()
+
+
+async def test_extra_digests_count_in_the_bounded_queue(tmp_path: Path) -> None:
+    extras = {page: bytes(32) for page in range(10_000)}
+    async with Recorder(tmp_path / "t.jsonl", max_bytes=1 << 30) as recorder:
+        for number in range(100):
+            recorder._take(replace(note(1, number), extras=extras))
+    assert recorder.stats.unrecorded_requests > 0
 
 
 def test_only_plain_files_are_moved_aside(tmp_path: Path) -> None:

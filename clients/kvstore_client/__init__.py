@@ -28,6 +28,7 @@ from kvstore.api.wire import (
 )
 from kvstore_client.blocking import Client
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
+from kvstore_client.estimate import Costs, Estimate, TierRun
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
 from kvstore_client.namespace import Match, Namespace, PutResult
 from kvstore_client.session import Session
@@ -35,7 +36,8 @@ from kvstore_client.streams import Follower, PutStream
 
 __all__ = [
     "DEFAULT_ENDPOINT", "AsyncClient", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict", "ConnectionLost",
-    "Corrupt", "DeadlineExceeded", "Ended", "Follower", "Forbidden", "Hints", "KVSpec", "KVStoreError", "Match", "MissingParent",
-    "Namespace", "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "PutStream", "Session", "Turn", "Unauthenticated",
-    "UnknownNamespace", "Unsupported", "VersionMismatch", "extra_digest", "fingerprint_folder", "fingerprint_revision",
+    "Corrupt", "Costs", "DeadlineExceeded", "Ended", "Estimate", "Follower", "Forbidden", "Hints", "KVSpec", "KVStoreError",
+    "Match", "MissingParent", "Namespace", "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "PutStream", "Session",
+    "TierRun", "Turn", "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch", "extra_digest",
+    "fingerprint_folder", "fingerprint_revision",
 ]  # fmt: skip

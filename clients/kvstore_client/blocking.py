@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from kvstore.api.wire import Hints, KVSpec, PartRange
 from kvstore_client.blocking_streams import Follower, PutStream, Session
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
+from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.namespace import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
 from kvstore_client.namespace import OnGroup, PutResult
@@ -91,10 +92,10 @@ class Client:
 
     def namespace(
         self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400,
-        ttl_s: int = 0,
+        ttl_s: int = 0, costs: Costs | None = None,
     ) -> "Namespace":  # fmt: skip
         """Open a namespace; with a fingerprint and a KV spec, create it if it is not there (see AsyncClient.namespace)."""
-        opening = self._client.namespace(name, fingerprint, spec, recipes=recipes, retention_s=retention_s, ttl_s=ttl_s)
+        opening = self._client.namespace(name, fingerprint, spec, recipes=recipes, retention_s=retention_s, ttl_s=ttl_s, costs=costs)
         return Namespace(self, self.run(opening))
 
     def namespaces(self) -> list["Namespace"]:
@@ -124,6 +125,11 @@ class Match:
         """Matched pages that are in the daemon's DRAM."""
         return self.inner.dram_pages
 
+    @property
+    def estimate(self) -> Estimate | None:
+        """What loading it costs beside computing it, if that was asked for."""
+        return self.inner.estimate
+
     def release(self) -> None:
         """End the lease."""
         self._client.run(self.inner.release())
@@ -152,18 +158,18 @@ class Namespace:
 
     def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
-        extras: Extras | None = None, hints: Hints | None = None, timeout: float | None = None,
+        extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix in the store (see the asynchronous Namespace.match)."""
         found = self.inner.match(
             tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base.inner if base else None, extras=extras, hints=hints,
-            timeout=timeout,
+            estimate=estimate, timeout=timeout,
         )  # fmt: skip
         return Match(self._client, self._client.run(found))
 
     def fetch(
         self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
-        on_group: OnGroup | None = None, progress: Progress | None = None, timeout: float | None = None,
+        on_group: OnGroup | None = None, progress: Progress | None = None, plan: Estimate | None = None, timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Fetch matched pages into `out` (see the asynchronous Namespace.fetch). Callbacks run in the client's thread."""
         return self._client.run(
@@ -175,6 +181,7 @@ class Namespace:
                 group_layers=group_layers,
                 on_group=on_group,
                 progress=progress,
+                plan=plan,
                 timeout=timeout,
             )
         )
@@ -206,9 +213,9 @@ class Namespace:
         """Read what a computation is putting while it does (see the asynchronous Namespace.follow)."""
         return Follower(self._client.run, self.inner.follow(put_id, wanted=wanted, timeout=timeout))
 
-    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None) -> Session:
+    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None, costs: Costs | bool = False) -> Session:
         """A conversation that grows: only new tokens travel (see the asynchronous Session)."""
-        return Session(self._client.run, self.inner.session(lease_s=lease_s, hints=hints))
+        return Session(self._client.run, self.inner.session(lease_s=lease_s, hints=hints, costs=costs))
 
     def prefetch(
         self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, timeout: float | None = None

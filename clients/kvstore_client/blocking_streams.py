@@ -6,6 +6,7 @@ from typing import Any
 
 from kvstore.api.wire.messages import Committed
 from kvstore_client import session, streams
+from kvstore_client.estimate import Estimate
 from kvstore_client.namespace import OnGroup, PutResult
 from kvstore_client.tokens import Tokens
 from kvstore_client.transfer import Progress
@@ -98,6 +99,11 @@ class Session:
     def pages(self) -> int:
         """Pages up to the cursor."""
         return self.inner.pages
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """What loading all up to the cursor costs beside computing it."""
+        return self.inner.estimate
 
     def extend(self, tokens: Tokens) -> int:
         """The conversation goes on with these tokens. Returns the pages up to the cursor."""

@@ -19,6 +19,7 @@ from kvstore.api.wire.messages import (
     NamespaceName,
 )
 from kvstore_client.connection import tls_for
+from kvstore_client.estimate import Costs
 from kvstore_client.namespace import Namespace
 from kvstore_client.pool import Pool
 
@@ -98,19 +99,22 @@ class AsyncClient:
 
     async def namespace(
         self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400,
-        ttl_s: int = 0,
+        ttl_s: int = 0, costs: Costs | None = None,
     ) -> "Namespace":  # fmt: skip
         """Open a namespace by name or id; with a fingerprint and a KV spec, create it if it is not there.
 
         `retention_s` is how long durable pages are kept at least, `ttl_s` after how long without use pages are removed (0: never).
+        `costs` are what computing its pages takes, for estimates; they can be given again.
         Raises UnknownNamespace, or Conflict if the name stands for another model or spec.
         """
         if fingerprint is None or spec is None:
             info, _ = await self.call(FrameType.NAMESPACE_GET, NamespaceName(namespace=name), NamespaceInfo)
         else:
+            costs = costs or Costs()
             wanted = CreateNamespace(
-                name=name, fingerprint=fingerprint, spec=spec.to_dict(), recipes=recipes, retention_s=retention_s, ttl_s=ttl_s
-            )
+                name=name, fingerprint=fingerprint, spec=spec.to_dict(), recipes=recipes, retention_s=retention_s, ttl_s=ttl_s,
+                prefill_us=costs.prefill_us, prefill_ns_per_position=costs.prefill_ns_per_position,
+            )  # fmt: skip
             info, _ = await self.call(FrameType.NAMESPACE_CREATE, wanted, NamespaceInfo)
         return Namespace(self, info)
 

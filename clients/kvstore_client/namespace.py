@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,14 @@ from kvstore.api.wire.messages import (
     MatchRequest,
     NamespaceInfo,
     NamespaceName,
+    PartRunMeta,
     Pinned,
     Prefetched,
     Prefix,
     PutReady,
     PutStart,
 )
+from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
 from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.session import Session
@@ -60,7 +62,8 @@ class Match:
 
     While its lease lasts, none of it is evicted. The store knows `known_pages` pages, but beyond `pages` a window or state
     is missing. `dram_pages` of the pages are in the daemon's DRAM (-1 if parts were not asked for). `boundaries` are all
-    usable ones as half-open runs, if asked for.
+    usable ones as half-open runs, if asked for. The `estimate`, if asked for and there is a page, says what to load of it and
+    what to compute.
     """
 
     pages: int
@@ -74,6 +77,9 @@ class Match:
     namespace: "Namespace"
     _runs: list[tuple[int, int, tuple[PartRange, ...]]] = field(repr=False)
     _ids: bytes = field(repr=False)
+    estimate: Estimate | None = None
+    _cut: "Match | None" = field(default=None, repr=False)
+    """As far as it is best loaded, where that takes other parts."""
 
     async def release(self) -> None:
         """End the lease. Harmless if it is over already."""
@@ -86,6 +92,12 @@ class Match:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.release()
+
+    def up_to(self, plan: Estimate) -> "Match":
+        """The part of it that is to be loaded by its estimate, under the same lease. Raises BadRequest for that of another match."""
+        if plan != self.estimate:
+            raise BadRequest("the plan is not the estimate of this match")
+        return self if plan.pages == self.pages else self._cut or replace(self, pages=plan.pages, tokens=plan.tokens, lease=0)
 
     def usable_boundaries(self) -> npt.NDArray[np.int64]:
         """All usable boundaries in pages, rising; what ranks intersect to agree on one."""
@@ -137,30 +149,36 @@ class Namespace:
 
     async def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
-        extras: Extras | None = None, hints: Hints | None = None, timeout: float | None = None,
+        extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
 
         It is leased for `lease_s` seconds (0: not at all, then it is only a look). `parts` brings what `fetch` needs;
         without, the answer is smaller. In a namespace of digests, `tokens` are those, one after the other. `extras` gives
         32-byte digests of extra keys by page. With a leased `base` the tokens (and the pages of `extras`) are those after it:
-        a long context need not travel again. `hints` say whose turn it is; they count with a lease only.
+        a long context need not travel again. `hints` say whose turn it is; they count with a lease only. `estimate` asks what
+        loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded.
         """
         extra_pages, payload = with_extras(token_view(tokens), extras)
         message = MatchRequest(
             namespace=self.id, lease_ms=int(lease_s * 1000), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
-            base=base.lease if base is not None else 0, hints=hints_meta(hints),
+            base=base.lease if base is not None else 0, hints=hints_meta(hints), estimate=ask_meta(estimate),
         )  # fmt: skip
         found, ids = await self.client.call(FrameType.MATCH, message, Matched, payload, timeout)
-        runs = [(r.first_page, r.pages, tuple(PartRange(*p) for p in r.parts)) for r in found.runs]
-        return Match(
+        runs, cut_runs = _part_runs(found.runs), _part_runs(found.cut_runs)
+        own = DIGEST_BYTES * sum(pages * len(parts) for _, pages, parts in runs)
+        match = Match(
             found.pages, found.tokens, found.known_pages, found.boundaries, found.dram_pages, found.lease, found.endpoint, found.epoch,
-            self, runs, ids,
+            self, runs, ids[:own], estimate_of(found.estimate, self.spec.page_tokens),
         )  # fmt: skip
+        if cut_runs and match.estimate is not None:
+            plan = match.estimate
+            match._cut = replace(match, pages=plan.pages, tokens=plan.tokens, lease=0, _runs=cut_runs, _ids=ids[own:])
+        return match
 
     async def fetch(
         self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
-        on_group: OnGroup | None = None, progress: Progress | None = None, timeout: float | None = None,
+        on_group: OnGroup | None = None, progress: Progress | None = None, plan: Estimate | None = None, timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Fetch matched pages [first, last) into `out`, page after page; by default all that `wanted` is needed on.
 
@@ -171,25 +189,30 @@ class Namespace:
         called as soon as the layers [lo, hi) are there. `progress(bytes, total)` is called as bytes arrive. A connection
         that breaks, or a daemon that restarts, is waited for within the timeout.
 
+        With the match's estimate as `plan`, only its first `plan.pages` pages count: the rest is better computed. `out` may then be
+        larger than what comes; the bytes are at its front.
+
         Raises NotFound (Corrupt) if something is no longer there (did not verify): treat it as a miss.
         """
         wanted = wanted or self.spec.whole()
         self.spec.check_range(wanted)
+        if plan is not None:
+            match = match.up_to(plan)
         first, last = pages or match.pages_of(wanted.component)
         if not 0 <= first <= last <= match.pages:
             raise BadRequest(f"pages [{first}, {last}) of a match of {match.pages}")
-        target = writable(out, (last - first) * self.spec.part_bytes(wanted))
+        target = writable(out, (last - first) * self.spec.part_bytes(wanted), at_least=plan is not None)
         if not len(target):
             return 0
         groups = layer_groups(wanted, group_layers)
-        plan = FetchPlan(
+        todo = FetchPlan(
             match.items(first, last, wanted, groups), self.client.pool.size, progress=progress,
             on_group=None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi),
         )  # fmt: skip
         async with self.client.deadline(timeout):
-            await fetch_striped(self.client.pool, self.id, plan, target)
-        plan.verify()
-        return plan.nbytes
+            await fetch_striped(self.client.pool, self.id, todo, target)
+        todo.verify()
+        return todo.nbytes
 
     async def put(
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
@@ -316,9 +339,9 @@ class Namespace:
         """Read what a computation is putting while it does: `async with namespace.follow(put_id) as follower` (see Follower)."""
         return Follower(self, put_id, wanted or self.spec.whole(), timeout)
 
-    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None) -> Session:
+    def session(self, *, lease_s: float = 60.0, hints: Hints | None = None, costs: Costs | bool = False) -> Session:
         """A conversation that grows, of which only new tokens travel: `async with namespace.session() as session` (see Session)."""
-        return Session(self, lease_s=lease_s, hints=hints)
+        return Session(self, lease_s=lease_s, hints=hints, costs=costs)
 
     # --- what is told about prefixes -----------------------------------------------------------------------------------
 
@@ -386,9 +409,15 @@ class Namespace:
         return await self.client.call(kind, message, reply, payload, timeout)
 
 
-def writable(out: Any, size: int) -> memoryview:
-    """A buffer of exactly `size` bytes to receive into. Raises BadRequest for any other."""
+def _part_runs(metas: list[PartRunMeta]) -> list[tuple[int, int, tuple[PartRange, ...]]]:
+    return [(run.first_page, run.pages, tuple(PartRange(*part) for part in run.parts)) for run in metas]
+
+
+def writable(out: Any, size: int, *, at_least: bool = False) -> memoryview:
+    """A buffer of exactly `size` bytes to receive into; with `at_least`, the front of a larger one. Raises BadRequest for any other."""
     target = memoryview(out).cast("B")
+    if at_least:
+        target = target[:size]
     if len(target) != size or target.readonly:
         raise BadRequest(
             f"the buffer has {len(target)} bytes{' and is read-only' if target.readonly else ''}; {size} writable ones are needed"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.api.wire import Ended, Hints, NotFound, PartRange
+from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.tokens import Tokens, token_view
 from kvstore_client.transfer import Progress
 
@@ -22,10 +23,12 @@ class Session:
 
     The lease is renewed by every call. If it was lost (it expired, the connection broke, the daemon was restarted), the next
     call finds the place again with all tokens. `hints` go with every request; without an id in them the session makes one.
+    With `costs`, each move of the cursor asks what loading costs beside computing.
     """
 
-    def __init__(self, namespace: "Namespace", *, lease_s: float = 60.0, hints: Hints | None = None) -> None:
+    def __init__(self, namespace: "Namespace", *, lease_s: float = 60.0, hints: Hints | None = None, costs: Costs | bool = False) -> None:
         self.namespace = namespace
+        self._costs = costs
         hints = hints or Hints()
         self.hints = hints if hints.session else replace(hints, session=secrets.token_bytes(_ID_BYTES))
         self.lease_s = lease_s
@@ -55,6 +58,11 @@ class Session:
         return self._match
 
     @property
+    def estimate(self) -> Estimate | None:
+        """What loading all up to the cursor costs beside computing it, if that is asked: a `plan` for `fetch`."""
+        return self._match.estimate if self._match is not None else None
+
+    @property
     def tokens(self) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
         """All tokens so far."""
         return np.frombuffer(bytes(self._tokens), np.uint32)
@@ -70,11 +78,13 @@ class Session:
         found = None
         if old is not None and old.lease:
             try:
-                found = await self.namespace.match(self._after(old.pages), lease_s=self.lease_s, base=old, hints=self.hints)
+                found = await self.namespace.match(
+                    self._after(old.pages), lease_s=self.lease_s, base=old, hints=self.hints, estimate=self._costs
+                )
             except NotFound:
                 old = None  # the lease is over: find the place again
         if found is None:
-            found = await self.namespace.match(self._after(0), lease_s=self.lease_s, hints=self.hints)
+            found = await self.namespace.match(self._after(0), lease_s=self.lease_s, hints=self.hints, estimate=self._costs)
         self._match = found
         if old is not None and old is not found:
             await old.release()

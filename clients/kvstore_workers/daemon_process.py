@@ -42,7 +42,7 @@ class DaemonProcess:
             self.lines.append(line.rstrip())
             if found := re.search(r"control plane on (https?://\S+)", line):
                 self.http = found[1]
-            if found := re.search(r"data plane on (\S+?)(?:, (unix:\S+))?$", line.rstrip()):
+            if found := re.search(r"data plane on (\S+?)(?:, (unix:.+))?$", line.rstrip()):
                 self.endpoint, self.unix_endpoint = found[1], found[2] or ""
                 self._listening.set()
             if line.rstrip().endswith("kvstore: ready"):

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.api.estimates import in_units
 from kvstore.api.wire.messages import HintsMeta, NamespaceInfo, PartRangeList, PartRunMeta
 from kvstore.digests import KEY_BYTES
 from kvstore.errors import BadRequest
@@ -18,7 +19,7 @@ def namespace_info(space: Space) -> NamespaceInfo:
     return NamespaceInfo(
         id=space.id, name=settings.name, fingerprint=settings.fingerprint, spec=space.spec.to_dict(), recipes=settings.recipes,
         retention_s=settings.retention_s, pages=space.tree.page_count, blobs=space.blobs.count, dram_bytes=space.resident_bytes,
-        ttl_s=settings.ttl_s,
+        ttl_s=settings.ttl_s, **in_units(settings.prefill),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvstore.api.data_plane import DataPlane
@@ -43,6 +43,7 @@ class StoreCollector(Collector):
         for known in SSD_STATES:
             state.add_metric([known], self._store.ssd_state.state == known)
         yield state
+        yield InfoMetricFamily("kvstore_policy", "Which pages leave a tier first", value={"policy": self._store.config.policy})
         segments = self._store.dram_segments
         for name, text, value in (
             ("dram_segments", "DRAM segments", segments.count),
@@ -50,6 +51,17 @@ class StoreCollector(Collector):
             ("dram_segment_held_bytes", "Bytes of DRAM segments that are not empty", segments.held),
             ("loading_pages", "Pages still to come back from the journal, about", _still_loading(self._store)),
             ("scrub_last_pass_seconds", "When the last whole scrub ended, Unix time", self._store.scrubber.progress.last_pass),
+            ("policy_follows_lru", "1 while pages leave DRAM by recency, though the policy may estimate", self._store.follows_lru),
+            (
+                "ssd_read_bytes_per_second",
+                "What reads of pages from SSD reached, smoothed; a guess until there was one",
+                self._store.rates.ssd.bytes_s,
+            ),
+            (
+                "fetch_bytes_per_second",
+                "What fetches from DRAM reached, smoothed; a guess until there was one",
+                self._store.rates.link.bytes_s,
+            ),
             ("leases", "Leases held by clients", len(self._store.leases)),
             ("puts_open", "Puts under way", self._store.puts_open),
             ("writeback_backlog_pages", "Pages waiting to be written to SSD", len(self._store.backlog)),

@@ -6,16 +6,16 @@ Requests are strict: no unknown fields, no text where a number belongs. Sizes ar
 
 import base64
 import binascii
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, RootModel, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, RootModel, Tag
 
+from kvstore.api.estimates import prefill_of
 from kvstore.errors import BadRequest
-from kvstore.hints import MAX_SESSION_BYTES
 from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
-from kvstore.store.leases import MAX_PIN_S
+from kvstore.store.cut import Ask
+from kvstore.store.rates import Rate
 from kvstore.store.recovery import LoadProgress
 from kvstore.store.scrub import ScrubProgress
 from kvstore.store.ssd_state import SsdState
@@ -25,7 +25,7 @@ from kvstore.tiers.dram import SegmentUsage
 
 NAME_PATTERN = r"^[A-Za-z0-9._:@-]{1,200}$"
 BLOB_PATTERN = r"^[0-9a-f]{32}$"
-_BASE64_PATTERN = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+BASE64_PATTERN = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _U16 = (1 << 16) - 1
 _HASH_BYTES: list[JsonValue] = [0, 16, 20, 24, 28, 32]
 _TEN_YEARS = 10 * 365 * 86_400
@@ -40,9 +40,13 @@ def _whole(value: object) -> object:
     return value
 
 
-_WHOLE = BeforeValidator(_whole)
+WHOLE = BeforeValidator(_whole)
 PinId = Annotated[str, Field(pattern=r"^[0-9]{1,19}$", description="a number of 63 bits, as text, as JSON's numbers lose some")]
 BlobId = Annotated[str, Field(pattern=BLOB_PATTERN)]
+
+
+PrefillUs = Annotated[float, Field(ge=0, lt=1e12, description="microseconds to compute a token; 0 if it is not known")]
+PrefillNs = Annotated[float, Field(ge=0, lt=1e15, description="nanoseconds more for each token before it")]
 
 
 class RequestModel(BaseModel):
@@ -64,29 +68,29 @@ class ComponentBody(RequestModel):
     """One kind of state in a model."""
 
     kind: ComponentKind
-    layers: Annotated[int, Field(ge=1, le=_U16), _WHOLE]
-    kv_heads: Annotated[int, Field(ge=1, le=_U16), _WHOLE]
-    head_dim: Annotated[int, Field(ge=1, le=_U16), _WHOLE]
+    layers: Annotated[int, Field(ge=1, le=_U16), WHOLE]
+    kv_heads: Annotated[int, Field(ge=1, le=_U16), WHOLE]
+    head_dim: Annotated[int, Field(ge=1, le=_U16), WHOLE]
     dtype: Annotated[str, Field(json_schema_extra={"enum": list(DTYPE_BYTES)})] = "bf16"
-    planes: Annotated[int, Field(ge=1, le=_U16, description="2 for keys and values, 1 for a compressed latent"), _WHOLE] = 2
-    window: Annotated[int, Field(ge=0, description="tokens, the current one included; for `window` components, and only there"), _WHOLE] = 0
+    planes: Annotated[int, Field(ge=1, le=_U16, description="2 for keys and values, 1 for a compressed latent"), WHOLE] = 2
+    window: Annotated[int, Field(ge=0, description="tokens, the current one included; for `window` components, and only there"), WHOLE] = 0
 
 
 class SpecBody(RequestModel):
     """A KV spec."""
 
-    page_tokens: Annotated[int, Field(ge=1, le=MAX_PAGE_TOKENS), _WHOLE]
+    page_tokens: Annotated[int, Field(ge=1, le=MAX_PAGE_TOKENS), WHOLE]
     components: Annotated[list[ComponentBody], Field(min_length=1, max_length=16)]
     axis_order: Annotated[str, Field(json_schema_extra={"enum": [AXIS_ORDER]})] = AXIS_ORDER
-    max_slice_bytes: Annotated[int, Field(ge=4096, le=MAX_SLICE_BYTES), _WHOLE] = MAX_SLICE_BYTES
-    group_layers: Annotated[int, Field(ge=0, le=_U16, description="most layers in one slice; 0 for as many as fit"), _WHOLE] = 0
+    max_slice_bytes: Annotated[int, Field(ge=4096, le=MAX_SLICE_BYTES), WHOLE] = MAX_SLICE_BYTES
+    group_layers: Annotated[int, Field(ge=0, le=_U16, description="most layers in one slice; 0 for as many as fit"), WHOLE] = 0
     hash_bytes: Annotated[
         int,
         Field(
             json_schema_extra={"enum": _HASH_BYTES},
             description="pages are labelled with digests of so many bytes, or token ids",
         ),
-        _WHOLE,
+        WHOLE,
     ] = 0
     flat: Annotated[bool, Field(description="those digests form no chains: every page stands alone")] = False
 
@@ -98,8 +102,10 @@ class NamespaceBody(RequestModel):
     fingerprint: Annotated[str, Field(min_length=1, max_length=200, description="model fingerprint: names weights, never only a model")]
     spec: SpecBody
     recipes: Annotated[bool, Field(description="allow token ids on disk")] = False
-    retention_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="durable pages are kept at least so long"), _WHOLE] = 86_400
-    ttl_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="pages that nobody used for so long are removed; 0 for never"), _WHOLE] = 0
+    retention_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="durable pages are kept at least so long"), WHOLE] = 86_400
+    ttl_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="pages that nobody used for so long are removed; 0 for never"), WHOLE] = 0
+    prefill_us: PrefillUs = 0.0
+    prefill_ns_per_position: PrefillNs = 0.0
 
 
 class Namespace(ReplyModel):
@@ -115,6 +121,8 @@ class Namespace(ReplyModel):
     blobs: int
     dram_bytes: int
     ttl_s: Annotated[int, Field(description="0 for none")] = 0
+    prefill_us: Annotated[float, Field(description="microseconds to compute a token; 0 if nobody has said")] = 0.0
+    prefill_ns_per_position: Annotated[float, Field(description="nanoseconds more for each token before it")] = 0.0
     tenant: Annotated[str | None, Field(description="to those who see several tenants'")] = None
 
 
@@ -133,11 +141,27 @@ class NamespaceList(ReplyModel):
 # --- match -----------------------------------------------------------------------------------------------------------------
 
 
+class EstimateBody(RequestModel):
+    """What to reckon with; without a prefill cost, that of the namespace."""
+
+    prefill_us: PrefillUs = 0.0
+    prefill_ns_per_position: PrefillNs = 0.0
+    link_bytes_s: Annotated[float | None, Field(ge=1, le=1e15, description="the rate that is measured, if not given")] = None
+
+    def ask(self) -> Ask:
+        """As the store takes it. Raises BadRequest."""
+        return Ask(prefill_of(self.prefill_us, self.prefill_ns_per_position), self.link_bytes_s or 0.0)
+
+
+_ESTIMATE = Field(description="say what loading costs beside computing, and where to cut between both")
+
+
 class MatchByNumbers(RequestModel):
     """Tokens as numbers."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], _WHOLE]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], WHOLE]
     parts: Annotated[bool, Field(description="list the parts too")] = False
+    estimate: Annotated[EstimateBody | None, _ESTIMATE] = None
 
     def token_bytes(self) -> bytes:
         """The tokens as the tree takes them."""
@@ -147,8 +171,9 @@ class MatchByNumbers(RequestModel):
 class MatchByBytes(RequestModel):
     """Tokens as uint32, little-endian, in base64; where pages are labelled with digests, the digests."""
 
-    tokens_base64: Annotated[str, Field(pattern=_BASE64_PATTERN, json_schema_extra={"contentEncoding": "base64"})]
+    tokens_base64: Annotated[str, Field(pattern=BASE64_PATTERN, json_schema_extra={"contentEncoding": "base64"})]
     parts: Annotated[bool, Field(description="list the parts too")] = False
+    estimate: Annotated[EstimateBody | None, _ESTIMATE] = None
 
     def token_bytes(self) -> bytes:
         """The tokens as the tree takes them. Raises BadRequest."""
@@ -189,6 +214,29 @@ class PartRun(ReplyModel):
     ]
 
 
+class TierRun(ReplyModel):
+    """Pages in a row whose bytes are in one tier."""
+
+    tier: Annotated[Literal["dram", "ssd", "mixed"], Field(description="mixed: all that comes after 255 runs")]
+    first_page: int
+    pages: int
+    nbytes: int
+    load_s: float
+    recompute_s: Annotated[float | None, Field(description="null if no prefill cost is known")] = None
+
+
+class Estimate(ReplyModel):
+    """What the matched pages cost. Best is to load the first `pages` and to compute the rest of them, which takes `seconds` in all."""
+
+    runs: list[TierRun]
+    load_s: float
+    recompute_s: float | None = None
+    pages: int
+    seconds: float
+    link_bytes_s: float
+    ssd_bytes_s: float
+
+
 class Match(ReplyModel):
     """The longest prefix that is in the store. `runs` and `blobs` only if parts were asked for."""
 
@@ -200,141 +248,7 @@ class Match(ReplyModel):
     endpoints: list[str]
     runs: list[PartRun] | None = None
     blobs: Annotated[list[BlobId] | None, Field(description="a blob id for each part of each page, in order")] = None
-
-
-# --- what is told about prefixes -------------------------------------------------------------------------------------------
-
-
-def _exactly_one(*names: str) -> ConfigDict:
-    return ConfigDict(json_schema_extra={"oneOf": [{"required": [name]} for name in names]})
-
-
-_PREFIX = ("tokens", "tokens_base64")
-_LARGEST = (1 << 53) - 1
-FromToken = Annotated[int, Field(ge=0, le=_LARGEST, description="from the page on that this token is in"), _WHOLE]
-
-
-class PrefixBody(RequestModel):
-    """A prefix: either its tokens, or those as uint32, little-endian, in base64 (where pages are labelled with digests, the digests)."""
-
-    model_config = _exactly_one(*_PREFIX)
-    one_of: ClassVar[tuple[str, ...]] = _PREFIX
-
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], _WHOLE] = []
-    tokens_base64: Annotated[str, Field(pattern=_BASE64_PATTERN, json_schema_extra={"contentEncoding": "base64"})] = ""
-
-    @model_validator(mode="after")
-    def _given_once(self) -> Self:
-        if len(self.model_fields_set.intersection(self.one_of)) != 1:
-            raise PydanticCustomError("prefix", "give one of {names}", {"names": ", ".join(self.one_of)})
-        return self
-
-    def token_bytes(self) -> bytes:
-        """The tokens as the tree takes them. Raises BadRequest."""
-        if "tokens" in self.model_fields_set:
-            return np.array(self.tokens, "<u4").tobytes()
-        return from_base64(self.tokens_base64)
-
-
-class PrefetchBody(PrefixBody):
-    """Body of POST /v1/namespaces/{namespace}/prefetch."""
-
-    first_page: Annotated[int, Field(ge=0, le=_LARGEST), _WHOLE] = 0
-    last_page: Annotated[int, Field(ge=-1, le=_LARGEST, description="the page after the last one; -1 for all there are"), _WHOLE] = -1
-
-
-class WhyBody(PrefetchBody):
-    """Body of POST /v1/namespaces/{namespace}/why."""
-
-
-class PinBody(PrefixBody):
-    """Body of POST /v1/namespaces/{namespace}/pin."""
-
-    ttl_s: Annotated[float, Field(gt=0, le=MAX_PIN_S, description="when it ends, counted from now")]
-
-
-class DeleteBody(PrefixBody):
-    """Body of POST /v1/namespaces/{namespace}/delete."""
-
-    from_token: FromToken = 0
-
-
-class AbandonBody(PrefixBody):
-    """Body of POST /v1/namespaces/{namespace}/abandon: a prefix, or a session as it is named in hints."""
-
-    model_config = _exactly_one(*_PREFIX, "session")
-    one_of: ClassVar[tuple[str, ...]] = (*_PREFIX, "session")
-
-    session: Annotated[str, Field(min_length=1, max_length=MAX_SESSION_BYTES, description="at most 64 bytes of UTF-8")] = ""
-    from_token: FromToken = 0
-
-
-class UnpinBody(RequestModel):
-    """Body of POST /v1/namespaces/{namespace}/unpin."""
-
-    pin: PinId
-
-
-class Prefetched(ReplyModel):
-    """What was brought up into DRAM; less than asked for where there was no room."""
-
-    pages: Annotated[int, Field(description="pages asked about")]
-    blobs: int
-    nbytes: int
-
-
-class Pinned(ReplyModel):
-    """A pin. A restart of the daemon ends it, too."""
-
-    pin: PinId
-    pages: int
-    ttl_s: float
-
-
-class PageEstimate(ReplyModel):
-    """What the classifier knows of a page, and makes of it. Times are in seconds; octaves are given by their middle or least."""
-
-    idle_s: float
-    uses: int
-    turns: Annotated[int, Field(description="requests of its conversation that each went on from the one before")]
-    gap_s: Annotated[float, Field(description="between its last two uses; 0 if there was one")]
-    rhythm_s: Annotated[float, Field(description="the conversation's pauses, smoothed")]
-    depth_pages: int
-    children: Annotated[int, Field(description="different pages that follow on it")]
-    abandoned: bool
-    score: Annotated[float, Field(description="chance of use within the horizon, as it was at its last use")]
-    horizon_s: float
-    chance: Annotated[float, Field(description="of use before LRU would evict it, now that it has been idle so long")]
-    value: Annotated[float, Field(description="reuses a second of keeping it; the least goes first")]
-    floor: Annotated[float, Field(description="the value up to which pages went at the last eviction")]
-    follows: Annotated[Literal["estimates", "lru"], Field(description="who decides, as they do better of late")]
-
-
-class PageWhy(ReplyModel):
-    """One page: where it is, and why."""
-
-    page: int
-    in_dram: bool
-    on_ssd: bool
-    leased: bool
-    rank: Annotated[int | None, Field(description="its place among the pages that can leave DRAM, 0 for who goes first")] = None
-    decision: str
-    estimate: Annotated[PageEstimate | None, Field(description="by the policy `classifier` only")] = None
-
-
-class Why(ReplyModel):
-    """Pages of a prefix, where they are, and why."""
-
-    policy: str
-    pages: Annotated[int, Field(description="of the prefix that are there")]
-    candidates: Annotated[int, Field(description="pages of the namespace that can leave DRAM now")]
-    found: Annotated[list[PageWhy], Field(description="those asked about, at most 1024")]
-
-
-class Affected(ReplyModel):
-    """How many pages it concerned."""
-
-    pages: int
+    estimate: Annotated[Estimate | None, Field(description="if it was asked for, and there is a page")] = None
 
 
 # --- health ----------------------------------------------------------------------------------------------------------------
@@ -364,6 +278,18 @@ class TierUsage(ReplyModel):
     used: int
 
 
+class RateNow(ReplyModel):
+    """Bytes a second, smoothed; a guess as long as none were `measured`."""
+
+    bytes_s: float
+    measured: bool
+
+    @classmethod
+    def of(cls, rate: Rate) -> "RateNow":
+        """As it is now."""
+        return cls(bytes_s=round(rate.bytes_s), measured=rate.measured)
+
+
 class Stat(ReplyModel):
     """What the daemon holds and has done; without admin access, only what is the tenant's own."""
 
@@ -379,6 +305,11 @@ class Stat(ReplyModel):
     connections: int
     namespaces: list[Namespace]
     pid: int | None = None
+    policy: Annotated[str | None, Field(description="which pages leave a tier first")] = None
+    follows_lru: Annotated[bool | None, Field(description="whether that is by recency now, though the policy may estimate")] = None
+    rates: Annotated[dict[str, RateNow] | None, Field(description="reads from `ssd`, and what fetches from DRAM reach over the `link`")] = (
+        None
+    )
     dram_segments: SegmentUsage | None = None
     totals: Annotated[Stats | None, Field(description="counters since start")] = None
     pending_pages: Annotated[int | None, Field(description="pages of which other shards are still to come")] = None

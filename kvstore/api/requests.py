@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from kvstore.api.auth import Access
 from kvstore.api.convert import boundary_runs, hints_of, namespace_info, part_list, part_ranges, part_runs, split_tokens
+from kvstore.api.estimates import ask_of, estimate_meta, prefill_of
 from kvstore.api.sessions import Session
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import (
@@ -83,17 +84,20 @@ def _match(context: Context, message: MatchRequest, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
     match = store.match(
         space, tokens, extras, owner=context.session.owner, lease_s=message.lease_ms / 1000, parts=message.parts,
-        boundaries=message.boundaries, base=message.base, hints=hints_of(message.hints),
+        boundaries=message.boundaries, base=message.base, hints=hints_of(message.hints), ask=ask_of(message.estimate),
+        link_bytes_s=context.session.link.bytes_s,
     )  # fmt: skip
+    ids = [table.ids for table in (match.parts, match.cut_parts) if table is not None]
     return Reply(
         FrameType.MATCHED,
         Matched(
             pages=match.pages, tokens=match.tokens, known_pages=match.known_pages,
             boundaries=boundary_runs(match.boundaries), dram_pages=match.dram_pages, epoch=store.epoch, endpoint=context.endpoint,
             lease=match.lease.id if match.lease else 0, lease_ms=message.lease_ms if match.lease else 0,
-            runs=part_runs(match.parts) if match.parts else [],
+            runs=part_runs(match.parts) if match.parts else [], estimate=estimate_meta(match.estimate),
+            cut_runs=part_runs(match.cut_parts) if match.cut_parts else [],
         ),
-        match.parts.ids if match.parts else b"",
+        b"".join(ids),
     )  # fmt: skip
 
 
@@ -116,6 +120,7 @@ async def _create_namespace(context: Context, message: CreateNamespace, payload:
     settings = NamespaceSettings(
         tenant=context.session.tenant, name=message.name, fingerprint=message.fingerprint,
         spec=KVSpec.from_dict(message.spec), recipes=message.recipes, retention_s=message.retention_s, ttl_s=message.ttl_s,
+        prefill=prefill_of(message.prefill_us, message.prefill_ns_per_position),
     )  # fmt: skip
     return Reply(FrameType.NAMESPACE, namespace_info(await context.store.create_namespace(settings)))
 

@@ -3,10 +3,11 @@
 import itertools
 import secrets
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.errors import Busy, NotFound
 from kvstore.store import Store
+from kvstore.store.rates import ClientLink, Rates
 
 SESSION_BYTES = 16
 _RETRY_MS = 1000
@@ -21,6 +22,8 @@ class Session:
     tenant: str
     client: str
     connections: int = 0
+    link: ClientLink = field(default_factory=lambda: ClientLink(Rates(), ""))
+    """How fast its fetches are."""
 
 
 class Sessions:
@@ -48,7 +51,9 @@ class Sessions:
             if session is None or session.tenant != tenant:
                 raise NotFound("this session is over: all its connections were closed, or the daemon was restarted")
         else:
-            session = Session(secrets.token_bytes(SESSION_BYTES), next(self._owners), tenant, client)
+            session = Session(
+                secrets.token_bytes(SESSION_BYTES), next(self._owners), tenant, client, link=ClientLink(self._store.rates, tenant)
+            )
             self._by_id[session.id] = session
         session.connections += 1
         self._connections[tenant] += 1

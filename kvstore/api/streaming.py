@@ -103,14 +103,18 @@ async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: byt
     names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
     tenant, nbytes = space.settings.tenant, sum(run.length * run.segments for run in runs)
     store.quotas.start_fetch(tenant, nbytes)
-    sender = _Sender(connection, request, space, message.frame_bytes)
+    sender, link = _Sender(connection, request, space, message.frame_bytes), connection.session.link.meter
+    link.begin()
+    held_up = True
     try:
         if message.provisional:
             await _send_arriving(connection, sender, names, runs)
         else:
             await _send_stored(connection, sender, space, names, runs)
         await sender.flush()
+        held_up = message.provisional or sender.held_up
     finally:
+        link.end(sender.payload_bytes, spoiled=held_up)
         sender.release()
         store.quotas.end(tenant, nbytes)
     store.stats.fetches += 1
@@ -134,6 +138,7 @@ async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names:
             if stored is None:
                 ahead.start()
                 if ahead.must_wait:
+                    sender.held_up = True
                     await sender.flush()  # nothing is held while waiting, or fetches that read around DRAM could wait for each other
                 stored = sender.take_over(await ahead.next(sender.request))
             await sender.send_run(run, row, stored)
@@ -243,6 +248,8 @@ class _Sender:
         self._frame_bytes = min(frame_bytes or MAX_BULK_PAYLOAD, MAX_BULK_PAYLOAD)
         self.pieces_sent = 0
         self.payload_bytes = 0
+        self.held_up = False
+        """Whether something had to be read from SSD before it could be sent."""
         self._connection = connection
         self._space = space
         self._pieces: list[memoryview] = []

@@ -35,6 +35,8 @@ EndpointOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NamespaceArgument = Annotated[str, typer.Argument(help="Namespace, by name or id.")]
+PrefillOption = Annotated[float, typer.Option(min=0, help="Microseconds to compute a token; 0 if it is not known.")]
+PositionOption = Annotated[float, typer.Option(min=0, help="Nanoseconds more for each token before it.")]
 TokensOption = Annotated[
     str,
     typer.Option(
@@ -166,6 +168,13 @@ def size_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Seconds for people; a question mark where nobody knows."""
+    if seconds is None:
+        return "?"
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
 def print_json(data: object) -> None:

@@ -2,25 +2,32 @@
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
+from rich.table import Table
 
 from kvstore.cli.common import (
     DEFAULT_DATA,
     EndpointOption,
     JsonOption,
     NamespaceArgument,
+    PositionOption,
+    PrefillOption,
     TokensOption,
     connect,
     exits_with,
     parse_tokens,
     print_json,
+    seconds_text,
     size_text,
+    table_console,
 )  # fmt: skip
 from kvstore.errors import BadRequest, NotFound
+from kvstore_client.estimate import Costs, Estimate
 
 
 def put(
@@ -86,16 +93,49 @@ def get(
 
 
 @exits_with(miss=1, error=2)
-def match(namespace: NamespaceArgument, tokens: TokensOption, endpoint: EndpointOption = DEFAULT_DATA, as_json: JsonOption = False) -> None:
-    """Say how much of a prefix is in the store, and where. Changes nothing. Exit code 1 if nothing of it is, 2 for an error."""
+def match(
+    namespace: NamespaceArgument,
+    tokens: TokensOption,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say what loading it costs beside computing it, and where to cut.")] = False,
+    prefill_us: PrefillOption = 0.0,
+    prefill_ns_per_position: PositionOption = 0.0,
+    endpoint: EndpointOption = DEFAULT_DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how much of a prefix is in the store, and where. Changes nothing. Exit code 1 if nothing of it is, 2 for an error.
+
+    A prefill cost that is not given is that of the namespace.
+    """
     ids = parse_tokens(tokens)
+    costs = Costs(prefill_us, prefill_ns_per_position)
     with connect(endpoint) as client:
         space = client.namespace(namespace)
-        found = space.match(ids, lease_s=0)
+        found = space.match(ids, lease_s=0, estimate=costs if estimate or costs != Costs() else False)
         pages, matched, in_dram = found.pages, found.tokens, found.dram_pages
     if as_json:
-        print_json({"pages": pages, "tokens": matched, "asked_tokens": len(ids), "dram_pages": in_dram})
+        told = {} if found.estimate is None else {"estimate": asdict(found.estimate)}
+        print_json({"pages": pages, "tokens": matched, "asked_tokens": len(ids), "dram_pages": in_dram, **told})
     else:
         typer.echo(f"{matched} of {len(ids)} tokens: {pages} pages, {in_dram} in DRAM and {pages - in_dram} on SSD")
+        if found.estimate is not None:
+            _show(found.estimate, matched)
     if not pages:
         raise typer.Exit(1)
+
+
+def _show(estimate: Estimate, tokens: int) -> None:
+    console = table_console()
+    table = Table("pages", "tier", "bytes", "to load", "to compute")
+    for run in estimate.runs:
+        last = run.first_page + run.pages - 1
+        span = str(last) if run.pages == 1 else f"{run.first_page}-{last}"
+        table.add_row(span, run.tier, size_text(run.nbytes), seconds_text(run.load_s), seconds_text(run.recompute_s))
+    console.print(table)
+    console.print(f"reckoned with a link of {size_text(estimate.link_bytes_s)}/s and {size_text(estimate.ssd_bytes_s)}/s from SSD")
+    if estimate.recompute_s is None:
+        console.print("no prefill cost is known: give --prefill-us, or create the namespace with it")
+    else:
+        console.print(
+            f"best: load {estimate.tokens} tokens, compute {tokens - estimate.tokens}: {seconds_text(estimate.seconds)}; "
+            f"loading all takes {seconds_text(estimate.load_s)}, computing all {seconds_text(estimate.recompute_s)}"
+        )

@@ -7,7 +7,17 @@ from urllib.parse import quote
 import typer
 from rich.table import Table
 
-from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, print_json, size_text, table_console
+from kvstore.cli.common import (
+    DEFAULT_HTTP,
+    HttpOption,
+    JsonOption,
+    PositionOption,
+    PrefillOption,
+    http_json,
+    print_json,
+    size_text,
+    table_console,
+)  # fmt: skip
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES, Component, KVSpec
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
@@ -47,6 +57,8 @@ def create(
     recipes: Annotated[bool, typer.Option("--recipes", help="Allow token ids on disk, so that pages can be rebuilt.")] = False,
     retention: Annotated[int, typer.Option(help="Seconds that durable pages are kept at least.")] = 86_400,
     ttl: Annotated[int, typer.Option(help="Seconds without use after which pages are removed; 0 for never.")] = 0,
+    prefill_us: PrefillOption = 0.0,
+    prefill_ns_per_position: PositionOption = 0.0,
     http: HttpOption = DEFAULT_HTTP,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,6 +71,8 @@ def create(
         "recipes": recipes,
         "retention_s": retention,
         "ttl_s": ttl,
+        "prefill_us": prefill_us,
+        "prefill_ns_per_position": prefill_ns_per_position,
     }
     made = http_json(http, "/v1/namespaces", method="POST", body=body)
     if as_json:

@@ -6,10 +6,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvstore.cli.common import JsonOption, exits_with, print_json, size_text, table_console
+from kvstore.cli.common import JsonOption, exits_with, print_json, seconds_text, size_text, table_console
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES
-from kvstore.sizing import Demand, Link, Model, Plan, Prefill, parse_count, parse_prefill, parse_rate
+from kvstore.prefill import Prefill
+from kvstore.sizing import Demand, Link, Model, Plan, parse_count, parse_prefill, parse_rate
 from kvstore.sizing import plan as make_plan
 
 
@@ -84,7 +85,7 @@ def _print(made: Plan, demand: Demand) -> None:
     for context in made.contexts:
         table.add_row(
             f"{context.tokens:,}", _bytes(context.load_bytes), *(_transfer(t.seconds, t.faster_than_recompute) for t in context.transfers),
-            "?" if context.recompute_s is None else _seconds(context.recompute_s),
+            seconds_text(context.recompute_s),
             "?" if context.break_even_bytes_s is None else f"{context.break_even_bytes_s / 1e9:.3g} GB/s",
         )  # fmt: skip
     console.print(table)
@@ -94,7 +95,7 @@ def _print(made: Plan, demand: Demand) -> None:
 
 
 def _transfer(seconds: float, factor: float | None) -> str:
-    return _seconds(seconds) + ("" if factor is None else f" ({factor:.3g} x)")
+    return seconds_text(seconds) + ("" if factor is None else f" ({factor:.3g} x)")
 
 
 def _tier(count: float) -> str:
@@ -108,7 +109,3 @@ def _bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.3g} PB" if count < 1000 else f"{count:,.0f} PB"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"

@@ -24,6 +24,9 @@ def serve(
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM) for both planes.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
     tls_client_ca: Annotated[Path | None, typer.Option(help="Who signs the certificates that clients then need (PEM).")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Which pages leave a tier first: classifier, lru, arc or s3fifo [default: classifier].")
+    ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Record requests to this file, for `kvstore simulate`; packed if it ends in .gz.")
     ] = None,
@@ -48,6 +51,7 @@ def serve(
         "tls_cert": tls_cert,
         "tls_key": tls_key,
         "tls_client_ca": tls_client_ca,
+        "policy": policy,
         "record": record,
         "record_tokens": record_tokens,
         "log_level": log_level,

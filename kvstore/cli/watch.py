@@ -28,7 +28,12 @@ def status(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None
     if as_json:
         print_json(stat)
         return
-    table_console().print(f"kvstore {stat['version']}, up {stat['uptime_s']:.0f} s, at {', '.join(stat['endpoints'])}")
+    follows = " (by recency now)" if stat.get("follows_lru") and stat["policy"] != "lru" else ""
+    policy = f", policy {stat['policy']}{follows}" if "policy" in stat else ""
+    table_console().print(f"kvstore {stat['version']}, up {stat['uptime_s']:.0f} s{policy}, at {', '.join(stat['endpoints'])}")
+    if rates := stat.get("rates"):
+        ssd, link = (f"{size_text(rates[name]['bytes_s'])}/s{'' if rates[name]['measured'] else ' (a guess)'}" for name in ("ssd", "link"))
+        table_console().print(f"reads from SSD {ssd}, fetches from DRAM {link}")
     table_console().print(_tiers(stat), _namespaces(stat), *([_totals(stat)] if "totals" in stat else []))
 
 

@@ -37,13 +37,21 @@ def why(
     raw = parse_tokens(tokens).astype("<u4").tobytes()
     body = {"tokens_base64": b64encode(raw).decode("ascii"), "first_page": first_page}
     told = http_json(http, f"/v1/namespaces/{namespace}/why", method="POST", body=body)
+    nothing = NotFound(f"{told['pages']} pages of this prefix are in {namespace}, none from page {first_page} on")
     if not told["found"]:
-        raise NotFound(f"{told['pages']} pages of this prefix are in {namespace}, none from page {first_page} on")
+        raise nothing
     if as_json:
         print_json(told)
-        return
+    else:
+        _show(told)
+    if all(page["gone"] for page in told["found"]):
+        raise nothing
+
+
+def _show(told: dict[str, Any]) -> None:
     console = table_console()
-    console.print(f"{told['pages']} pages are there; policy {told['policy']}, {told['candidates']} pages of the namespace can leave DRAM")
+    gone, about = f", {told['gone']} after them are gone" if told["gone"] else "", "about " if told["estimated"] else ""
+    console.print(f"{told['pages']} pages are there{gone}; policy {told['policy']}; {about}{told['candidates']} pages can leave DRAM")
     rows = Table("pages", "tiers", "uses", "idle", "gap", "chance", "decision")
     for _, group in groupby(told["found"], key=_alike):
         pages = list(group)
@@ -60,11 +68,11 @@ def _alike(page: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _tiers(page: dict[str, Any]) -> str:
-    return " ".join(name for name, there in (("dram", page["in_dram"]), ("ssd", page["on_ssd"])) if there)
+    return "none" if page["gone"] else " ".join(name for name, there in (("dram", page["in_dram"]), ("ssd", page["on_ssd"])) if there)
 
 
 def _known(estimate: dict[str, Any] | None) -> list[str]:
     if estimate is None:
         return ["", "", "", ""]
     gap = f"{estimate['gap_s']:.0f} s" if estimate["gap_s"] else ""
-    return [str(estimate["uses"]), f"{estimate['idle_s']:.0f} s", gap, f"{estimate['chance']:.0%}"]
+    return [str(estimate["uses"]), f"{estimate['idle_s']:.0f} s", gap, f"{estimate['chance']:.0%}"] if estimate["uses"] else [""] * 4

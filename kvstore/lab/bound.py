@@ -6,9 +6,13 @@ next use, the rule never leaves a page without those above it.
 
 So it is enough to count. The pages in the cache whose next use is request n are the first so many pages of n, and what Belady takes from
 them comes off their end. (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966.)
+
+Where pages differ in bytes or tokens between namespaces, the rule is optimal for none of both. Then each namespace is counted by itself, as
+if it had all the room: that is a looser bound, but nobody can beat it either.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,14 +32,25 @@ class _Runs:
 
 def clairvoyant_hits(trace: Trace, capacity: int) -> npt.NDArray[np.int64]:
     """For each request, the pages hit in a cache of `capacity` pages of one size. Only `REQUEST` and `GET` look anything up."""
+    return _hits(trace, [0] * len(trace), [capacity])
+
+
+def hits_apart(trace: Trace, capacities: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The same where each namespace has a cache of its own, of so many of its pages."""
+    return _hits(trace, trace.space.tolist(), capacities)
+
+
+def _hits(trace: Trace, cache_of: Sequence[int], capacities: Sequence[int]) -> npt.NDArray[np.int64]:
     runs = _runs(trace)
     held = [0] * (len(trace) + 1)
     """Pages in the cache by the request that uses them next."""
-    farthest: list[int] = []
-    hits, cached, at = np.zeros(len(trace), np.int64), 0, 0
-    for request, op in enumerate(trace.op.tolist()):
+    far: list[list[int]] = [[] for _ in capacities]
+    full = [0] * len(capacities)
+    hits, at = np.zeros(len(trace), np.int64), 0
+    for request, (op, cache) in enumerate(zip(trace.op.tolist(), cache_of, strict=True)):
+        farthest, capacity = far[cache], capacities[cache]
         found, held[request] = held[request], 0
-        cached -= found
+        cached = full[cache] - found
         hits[request] = found if op != Op.PUT else 0
         room = found if op == Op.GET else 1 << 62  # what a GET misses comes with a PUT, if at all
         while at < runs.ends[request]:
@@ -54,6 +69,7 @@ def clairvoyant_hits(trace: Trace, capacity: int) -> npt.NDArray[np.int64]:
             cached -= gone
             if not held[last]:
                 heapq.heappop(farthest)
+        full[cache] = cached
     return hits
 
 

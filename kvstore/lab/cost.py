@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import BadRequest
+from kvstore.prefill import Prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class PrefillCost:
     token_s_per_position: float = 1e-9
 
     def __post_init__(self) -> None:
-        if not (0 <= self.token_s < 1e6 and 0 <= self.token_s_per_position < 1e6):
-            raise BadRequest(f"a prefill cost of {self.token_s} s a token and {self.token_s_per_position} s a token and position")
+        Prefill(self.token_s, self.token_s_per_position)  # which refuses what makes no sense
 
     def seconds(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """For the tokens from position `first` to before `last`."""
-        tokens = (last - first).astype(np.float64)
-        return tokens * self.token_s + self.token_s_per_position * tokens * (first + last - 1) / 2
+        prefill = Prefill(self.token_s, self.token_s_per_position)
+        found: npt.NDArray[np.float64] = prefill.between(first.astype(np.float64), last.astype(np.float64))
+        return found

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.lab.bound import clairvoyant_hits
+from kvstore.lab.bound import clairvoyant_hits, hits_apart
 from kvstore.lab.cost import PrefillCost
 from kvstore.lab.simulation import Outcome
 from kvstore.lab.trace import Op, Trace
@@ -51,6 +51,8 @@ class Measure:
         self._asks = (trace.op == Op.REQUEST) | (trace.op == Op.GET)
         self._page_tokens = trace.page_tokens()
         self._cost = cost
+        used = np.unique(trace.space)
+        self._alike = len({(page_bytes[space], trace.spaces[space].page_tokens) for space in used.tolist()}) <= 1
         self.looked_up = int(trace.prompt_tokens[self._asks].sum())
         """Tokens of all prompts, those of no whole page included."""
         self.all_s = float(cost.seconds(np.zeros(len(trace), np.int64), trace.prompt_tokens)[self._asks].sum())
@@ -69,7 +71,9 @@ class Measure:
 
     def bound(self, dram_bytes: int, ssd_bytes: int) -> Row:
         """What nobody can beat."""
-        hits = clairvoyant_hits(self.trace, self.pages(dram_bytes + ssd_bytes))
+        size = dram_bytes + ssd_bytes
+        capacities = (size // self._sizes).tolist()
+        hits = clairvoyant_hits(self.trace, self.pages(size)) if self._alike else hits_apart(self.trace, capacities)
         return Row("clairvoyant", *self._place(dram_bytes, ssd_bytes), self.ratio(hits), saved_s=self._saved(hits), all_s=self.all_s)
 
     def row(self, policy: str, dram_bytes: int, ssd_bytes: int, outcome: Outcome) -> Row:

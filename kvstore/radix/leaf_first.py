@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import distinct
 from kvstore.radix.pages import Slots
 from kvstore.radix.structure import ROOT, TreeStructure
 
@@ -67,7 +68,7 @@ def _best_below(tree: TreeStructure, nodes: Slots, top: _Values, bottom: _Values
     below, best = bottom.copy(), top.copy()
     while len(moving):
         np.maximum.at(below, up[moving], best[moving])
-        moving = np.unique(up[moving])
+        moving = distinct(up[moving])
         best[moving] = np.maximum(best[moving], below[moving])
         moving = moving[up[moving] >= 0]
         moving = moving[best[moving] > below[up[moving]]]

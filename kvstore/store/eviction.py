@@ -14,12 +14,13 @@ from kvstore.radix.leaf_first import least
 from kvstore.radix.pages import DURABLE, Slots
 from kvstore.store.space import WANTED, Space
 from kvstore.tiers.blobs import NO_SLOT
+from kvstore.tiers.dram import slot_bytes_for
 from kvstore.tiers.policies import Values
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Some components (a mask) of a page of a namespace, and the bytes that they take up."""
+    """Some components (a mask) of a page of a namespace, and the bytes that they take up: of DRAM slots, or as stored on SSD."""
 
     space: Space
     key: bytes
@@ -32,6 +33,16 @@ class Unit:
     def required(self) -> bool:
         """Whether it is what makes the page: without it the page goes, and all below it."""
         return bool(self.components & self.space.tree.rules.required)
+
+    def slot_unless_used(self) -> int:
+        """Where its page is now; -1 if it is gone, or was used or leased since it was chosen."""
+        tree = self.space.tree
+        slot = -1 if self.space.dropped else tree.pages.find_key(self.key)
+        if slot < 0 or tree.pages.leases[slot]:
+            return -1
+        optional = zip(tree.rules.optional, tree.pages.part_recency, strict=True)
+        columns = [tree.pages.recency] if self.required else [column for rule, column in optional if rule.bit & self.components]
+        return -1 if any(int(column[slot]) > self.recency for column in columns) else slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +74,16 @@ def _valued(each: list[tuple[Space, _Units]], wanted: int, worth: Worth) -> list
     if not each:
         return []
     likely = -(-wanted // min(int(units.nbytes.min()) for _, units in each))
-    slots = [np.unique(units.slot) for _, units in each]
+    fresh = [np.append(True, units.slot[1:] != units.slot[:-1]) for _, units in each]
+    slots = [units.slot[first] for (_, units), first in zip(each, fresh, strict=True)]
     values = worth([(space, own) for (space, _), own in zip(each, slots, strict=True)], likely)
     found = []
-    for (space, units), own, value in zip(each, slots, values, strict=True):
-        at = value[np.searchsorted(own, units.slot)]
+    for (space, units), first, own, value in zip(each, fresh, slots, values, strict=True):
+        at = value[np.cumsum(first) - 1] if len(own) < len(units.slot) else value
         part = units.group > 0
         if part.any():
             rank = np.searchsorted(np.sort(space.tree.pages.recency[own]), units.recency[part])
+            at = at.copy()
             at[part] = np.sort(value)[np.minimum(rank, len(own) - 1)]
         found.append((space, _Units(units.slot, units.group, units.recency, units.nbytes, at)))
     return found
@@ -102,12 +115,18 @@ def _in_dram(space: Space, *, only_written: bool) -> _Units:
     owner, part = tree.parts.of(tree.pages.part[slots])
     rows = tree.parts.blob[part]
     resident = (blobs.slot[rows] != NO_SLOT) & (blobs.pins[rows] == 0)
-    return _units(space, slots, owner[resident], part[resident], blobs.stored_of(rows[resident]))
+    return _units(space, slots, owner[resident], part[resident], slot_bytes_for(blobs.stored_of(rows[resident])))
 
 
 def _units(space: Space, slots: Slots, owner: Slots, part: Slots, nbytes: npt.NDArray[np.int64]) -> _Units:
-    """Sum up parts (`owner` indexes `slots`) by page and group."""
+    """Sum up parts (`owner` indexes `slots`) by page and group: in the order of `slots`, those of a page in a row."""
     tree = space.tree
+    if not tree.rules.optional:
+        total = np.bincount(owner, nbytes, len(slots)).astype(np.int64)
+        page = np.flatnonzero(total)
+        slots, total = slots[page], total[page]
+        last = tree.pages.recency[slots]
+        return _Units(slots, np.zeros(len(slots), np.int64), last, total, last)
     group_of = np.zeros(16, np.int64)
     for number, rule in enumerate(tree.rules.optional):
         group_of[rule.component] = number + 1

@@ -1,16 +1,20 @@
 """Which prefix is there, how far it is usable, and what there is to load."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import BadRequest, NotFound
 from kvstore.hints import NO_HINTS, Hints
+from kvstore.radix.pages import Slots
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.store.cut import Ask, Estimate
+from kvstore.store.estimating import estimate
 from kvstore.store.leases import Lease, Leases
 from kvstore.store.part_table import PartTable, part_table
+from kvstore.store.rates import Rates
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.store.uses import Asked, Uses
@@ -21,7 +25,8 @@ class Match:
     """A matched prefix that ends at the longest usable boundary, `pages` from the root.
 
     `known_pages` is how far the pages themselves go. `boundaries` are all usable ones, if asked for. Of the pages to load
-    `dram_pages` are in DRAM, the rest is on SSD (-1 if parts were not asked for).
+    `dram_pages` are in DRAM, the rest is on SSD (-1 if parts were not asked for). With an `estimate`, `cut_parts` are the parts to load
+    for its cut, where they are not a front of `parts`.
     """
 
     pages: int
@@ -31,27 +36,32 @@ class Match:
     lease: Lease | None
     parts: PartTable | None
     boundaries: npt.NDArray[np.int64]
+    estimate: Estimate | None = None
+    cut_parts: PartTable | None = None
 
 
 class Matching:
     """Matches, and leases what they find."""
 
-    def __init__(self, leases: Leases, stats: Stats, uses: Uses) -> None:
+    def __init__(self, leases: Leases, stats: Stats, uses: Uses, rates: Rates) -> None:
         self._leases = leases
         self._stats = stats
         self._uses = uses
+        self._rates = rates
 
     def match(
         self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
-        boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS,
+        boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS, ask: Ask | None = None, link_bytes_s: float = 0.0,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens`. Without a lease it changes nothing and is no use of the pages.
 
-        With a `base`, a lease of this owner, the tokens are those after it. `hints` count with a lease only.
+        With a `base`, a lease of this owner, the tokens are those after it. `hints` count with a lease only. With an `ask` it is estimated
+        what loading costs, over a link of this measured rate (0: that of the tenant), and what is best not loaded.
         """
         tokens = as_token_bytes(tokens)
         if space.spec.flat:
-            return self._match_flat(space, tokens, extras, owner, lease_s, parts, hints)
+            found, slots = self._match_flat(space, tokens, extras, owner, lease_s, parts, hints)
+            return self._estimated(found, space, slots, ask, link_bytes_s)
         start = self.base_path(owner, space, base)
         tree, page_tokens = space.tree, space.spec.page_tokens
         known = tree.match(tokens, extras, start)
@@ -72,11 +82,27 @@ class Matching:
             if path.pages:
                 path = tree.open_path(path, tokens, extras, start.pages)
                 lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s)
-            self._uses.use(space, path, hints, asked=asked)
-        table, in_dram = part_table(space, tree.path_slots(path)) if parts else (None, -1)
-        return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
+            try:
+                self._uses.use(space, path, hints, asked=asked)
+            except BaseException:
+                self._give_back(lease)
+                raise
+        slots = tree.path_slots(path) if parts or ask else np.empty(0, np.int32)
+        table, in_dram = part_table(space, slots) if parts else (None, -1)
+        found = Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
+        return self._estimated(found, space, slots, ask, link_bytes_s)
 
-    def _match_flat(self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, parts: bool, hints: Hints) -> Match:
+    def _estimated(self, match: Match, space: Space, slots: Slots, ask: Ask | None, link_bytes_s: float) -> Match:
+        """A match with what it costs."""
+        if ask is None or not match.pages:
+            return match
+        found = estimate(space, slots, ask, self._rates, link_bytes_s or self._rates.link_of(space.settings.tenant).bytes_s)
+        apart = match.parts is not None and space.tree.rules.optional and found.pages < match.pages
+        return replace(match, estimate=found, cut_parts=part_table(space, slots[: found.pages])[0] if apart else None)
+
+    def _match_flat(
+        self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, parts: bool, hints: Hints
+    ) -> tuple[Match, Slots]:
         """The longest front of a list of pages, each of which stands alone. The list begins where the prompt does."""
         tree, width = space.tree, space.tree.pages.token_bytes
         paths: list[Path] = []
@@ -91,10 +117,19 @@ class Matching:
         self._stats.matches += 1
         lease = self._leases.grant(owner, space, paths[:count], time.monotonic(), lease_s) if lease_s and count else None
         if lease is not None:
-            self._uses.use_alone(space, slots[:count], hints)
+            try:
+                self._uses.use_alone(space, slots[:count], hints)
+            except BaseException:
+                self._give_back(lease)
+                raise
         table, in_dram = part_table(space, slots[:count]) if parts else (None, -1)
         usable = np.flatnonzero(space.tree.rules.usable(tree.pages.components[slots]))
-        return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable)
+        return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable), slots[:count]
+
+    def _give_back(self, lease: Lease | None) -> None:
+        """Who is not told of a lease can't release it."""
+        if lease is not None:
+            self._leases.release(lease)
 
     def base_path(self, owner: int, space: Space, base: int) -> Path:
         """The path of a lease that others build on; empty for 0. Raises NotFound if the owner has no such lease there."""

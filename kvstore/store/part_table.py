@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import distinct
 from kvstore.kvspec import PartRange
 from kvstore.radix.pages import PartColumns, Slots
 from kvstore.store.space import Space
@@ -37,7 +38,7 @@ def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
         needed = columns.page >= first[columns.component]
         columns = PartColumns(columns.page[needed], columns.blob[needed], columns.component[needed], columns.ranges[needed])
     resident = space.blobs.slot[columns.blob] != NO_SLOT
-    in_dram = len(slots) - len(np.unique(columns.page[~resident]))
+    in_dram = len(slots) - len(distinct(columns.page[~resident]))
     geometry = np.concatenate([columns.component[:, np.newaxis].astype(np.uint16), columns.ranges], axis=1)
     counts = np.bincount(columns.page, minlength=len(slots)).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(counts)])

@@ -108,8 +108,7 @@ class Puts:
             if space.dropped:
                 raise UnknownNamespace(f"namespace {space.settings.name!r} was dropped")
         except BaseException as error:
-            self._stats.puts_busy += isinstance(error, Busy)
-            self._stats.puts_no_space += isinstance(error, NoSpace)
+            self._count_refusal(error)
             self.abort(put)
             raise
         put.ready = True
@@ -117,6 +116,10 @@ class Puts:
         self._opened.set()
         self._opened = asyncio.Event()
         return put
+
+    def _count_refusal(self, error: BaseException) -> None:
+        self._stats.puts_busy += isinstance(error, Busy)
+        self._stats.puts_no_space += isinstance(error, NoSpace)
 
     def _check(self, put: Put) -> None:
         request, space = put.request, put.space
@@ -255,6 +258,13 @@ class Puts:
         A put that asks for it is acknowledged when its pages are durable. If NoSpace comes from that step, they can be read
         but are not promised to stay.
         """
+        try:
+            return await self._commit_and_wait(put, wait_s)
+        except (Busy, NoSpace) as error:
+            self._count_refusal(error)
+            raise
+
+    async def _commit_and_wait(self, put: Put, wait_s: float) -> PutResult:
         result = self._commit(put)
         space = put.space
         if result.pending_pages and wait_s > 0:

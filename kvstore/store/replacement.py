@@ -1,7 +1,8 @@
 """The eviction policies at work in the store: what they are told of uses, and what they say is the least worth keeping.
 
 A policy keeps columns beside those of the tree's pages (see `kvstore.tiers.policies`). Here one more is kept: in which tiers the policies
-take a page to be. A page is in DRAM for them from the use that brings it there until it is evicted.
+take a page to be. A page is in DRAM for them from the use that brings it there until it is evicted: one on SSD from its read under a lease
+on, unless it did not come up when the lease is over and somebody is to leave DRAM.
 
 A request reads a prefix under a lease and then puts what was missing. Both are one use for a policy: a read counts for the pages that
 are there, and says how many were asked for; a put counts for the pages that it brings.
@@ -13,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from kvstore.columns import ColumnSpec
 from kvstore.digests import KEY_BYTES
 from kvstore.hints import Hints
 from kvstore.radix.leaf_first import raised
-from kvstore.radix.pages import DURABLE, Slots
+from kvstore.radix.pages import DURABLE, GHOST, Slots
 from kvstore.store.space import Space
 from kvstore.store.uses import Asked, Use
 from kvstore.tiers.policies import Columns, Explanation, Pages, Policy, Values, parts
@@ -35,16 +36,22 @@ _SEEN = 4
 _PLACE = ColumnSpec("place", "u1")
 _MAX_NOTES, _MAX_NOTED_PAGES, _PAGES_AT_A_TIME = 2048, 1 << 16, 4096
 """Most uses noted and not told of, and most pages of them all; and about how many are told of in a row."""
+_MAX_AWAITED_PAGES = 1 << 18
+"""Most pages (and reads) of which it is remembered that they are to be fetched; of more, the first are taken to have come."""
+_AWAITED_AT_A_TIME = 128
 _QUIET_S = 0.02
 """How long nothing must have come for it to be quiet."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A use that the policies are to be told of: the last page's key, and how its path was found."""
+    """A use that the policies are to be told of: where its path ends, and how it was found.
+
+    `keys` are those of the last page and of pages before it, at doubling distances up to the first: some may be gone when it is told.
+    """
 
     space: Space
-    key: bytes
+    keys: bytes
     counted: int
     known: int
     hits: int
@@ -76,6 +83,9 @@ class Replacement:
         self._notes: deque[tuple[_Note | _Cooled, int]] = deque()
         self._noted = 0
         self._noted_pages = 0
+        self._awaited: deque[tuple[Space, bytes]] = deque()
+        """Pages, by their keys in a row, that were on SSD only when they were read."""
+        self._awaited_pages = 0
         self._wake = asyncio.Event()
 
     # --- what happens --------------------------------------------------------------------------------------------------
@@ -106,9 +116,12 @@ class Replacement:
         before = place[slots]
         known, hits = _front((before & _SEEN) != 0), _front((before & (DRAM | SSD)) != 0)
         place[slots] = before | (DRAM | _SEEN)
-        key = space.tree.pages.key_bytes(int(slots[-1]))
+        keys = space.tree.pages.key
         missing = (before & DRAM) == 0
-        self._note(_Note(space, key, counted, known, min(hits, known), missing, asked, use.hints, use.now), len(slots))
+        ends = keys[slots[_ends(len(slots))]].tobytes()
+        self._note(_Note(space, ends, counted, known, min(hits, known), missing, asked, use.hints, use.now), len(slots))
+        if use.hits and missing[: use.hits].any():
+            self._await(space, keys[slots[: use.hits][missing[: use.hits]]].tobytes())
 
     def _note(self, note: "_Note | _Cooled", pages: int) -> None:
         self._notes.append((note, pages))
@@ -117,6 +130,30 @@ class Replacement:
         while len(self._notes) > 1 and (len(self._notes) > _MAX_NOTES or self._noted_pages > _MAX_NOTED_PAGES):
             self._teach_next()
         self._wake.set()
+
+    def _await(self, space: Space, keys: bytes) -> None:
+        step = _PAGES_AT_A_TIME * KEY_BYTES
+        self._awaited.extend((space, keys[at : at + step]) for at in range(0, len(keys), step))
+        self._awaited_pages += len(keys) // KEY_BYTES
+        while (len(self._awaited) > _MAX_NOTES or self._awaited_pages > _MAX_AWAITED_PAGES) and len(self._awaited) > 1:
+            self._awaited_pages -= len(self._awaited.popleft()[1]) // KEY_BYTES
+
+    async def give_up_waiting(self) -> None:
+        """Tell the policy of DRAM which pages were read and did not come: those still on SSD only that nobody has a lease on.
+
+        Looks at some of them, those that were read first.
+        """
+        for _ in range(min(len(self._awaited), _AWAITED_AT_A_TIME)):
+            if not self._awaited:
+                return
+            space, keys = self._awaited.popleft()
+            self._awaited_pages -= len(keys) // KEY_BYTES
+            slots = _found(space, keys)
+            leased = space.tree.pages.leases[slots] > 0
+            if leased.any():
+                self._await(space, space.tree.pages.key[slots[leased]].tobytes())
+            self.left(DRAM, space, slots[~leased & ~space.in_dram(slots)])
+            await asyncio.sleep(0)
 
     # --- telling the policies ------------------------------------------------------------------------------------------
 
@@ -152,20 +189,39 @@ class Replacement:
     def _teach(self, note: _Note | _Cooled) -> None:
         space = note.space
         if isinstance(note, _Cooled):
-            keys = [note.keys[at : at + KEY_BYTES] for at in range(0, len(note.keys), KEY_BYTES)]
-            found = np.array([space.tree.pages.find_key(key) for key in keys], np.int32) if not space.dropped else np.empty(0, np.int32)
+            found = _found(space, note.keys)
             for tier, policy in self._each():
-                policy.abandoned(self._columns(space, tier), found[found >= 0], note.now)
+                policy.abandoned(self._columns(space, tier), found, note.now)
             return
-        slot = -1 if space.dropped else space.tree.pages.find_key(note.key)
-        if slot < 0:
+        slots = self._still_there(note)
+        count = len(slots)
+        if not count:
             return
-        slots = space.tree.path_slots(space.tree.path_to(slot))
-        children = self._children(space, slots)
-        use = PolicyUse(slots, note.hits, note.known, note.now, children, space.spec.page_tokens, note.hints, note.asked, note.counted)
+        known = min(note.known, count)
+        use = PolicyUse(
+            slots, min(note.hits, known), known, note.now, self._children(space, slots), space.spec.page_tokens, note.hints, note.asked,
+            min(note.counted, count),
+        )  # fmt: skip
         for tier, policy in self._each():
             policy.used(self._columns(space, tier), use)
-        self.policies[DRAM].entered(self._columns(space, DRAM), slots[note.missing], note.now)
+        came = note.missing[:count] & ((self._place(space)[slots] & DRAM) != 0)
+        self.policies[DRAM].entered(self._columns(space, DRAM), slots[came], note.now)
+
+    def _still_there(self, note: _Note) -> Slots:
+        """What is left of a path: all before the first page that is a ghost by now, or, if its end is forgotten, about as much."""
+        space, tree = note.space, note.space.tree
+        for at in range(0, 0 if space.dropped else len(note.keys), KEY_BYTES):
+            slot = tree.pages.find_any(note.keys[at : at + KEY_BYTES])
+            if slot < 0:
+                continue
+            slots = tree.path_slots(tree.path_to(slot))
+            if not tree.pages.flags[slot] & GHOST:
+                return slots
+            ghosts = slots[_front((tree.pages.flags[slots] & GHOST) == 0) :]
+            new = ghosts[max(note.known - (len(slots) - len(ghosts)), 0) :]
+            self._place(space)[new] &= ~np.uint8(_SEEN)  # and nobody was told of them
+            return slots[: len(slots) - len(ghosts)]
+        return np.empty(0, np.int32)
 
     def _children(self, space: Space, slots: Slots) -> npt.NDArray[np.int32]:
         if not any(policy.counts_children for policy in self.policies.values()):
@@ -279,6 +335,18 @@ class Replacement:
     @staticmethod
     def _place(space: Space) -> npt.NDArray[np.uint8]:
         return space.tree.pages.kept[_PLACE.name]
+
+
+@lru_cache(maxsize=1024)
+def _ends(pages: int) -> npt.NDArray[np.int64]:
+    """The last page, and pages before it at doubling distances up to the first."""
+    return np.unique(np.maximum(pages - (1 << np.arange(pages.bit_length() + 1)), 0))[::-1].copy()
+
+
+def _found(space: Space, keys: bytes) -> Slots:
+    """The pages that are there of those with these keys in a row."""
+    each = () if space.dropped else (space.tree.pages.find_key(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES))
+    return np.array([slot for slot in each if slot >= 0], np.int32)
 
 
 def _front(bits: npt.NDArray[np.bool_]) -> int:

@@ -10,10 +10,12 @@ from functools import partial
 
 import numpy as np
 
+from kvstore.columns import distinct
 from kvstore.errors import Busy, Corrupt, DiskFailing, KVStoreError, NoSpace, NotFound
 from kvstore.radix.pages import Slots
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
 from kvstore.store.quotas import Quotas, room_to_make
+from kvstore.store.rates import Meter, Rates
 from kvstore.store.replacement import DRAM, SSD, Replacement
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
@@ -57,6 +59,7 @@ class Residency:
     def __init__(
         self, arena: Arena, blob_file: BlobFile, readers: Executor, spaces: Callable[[], Iterable[Space]],
         stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas, replacement: Replacement,
+        reads: Meter | None = None,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
@@ -68,6 +71,7 @@ class Residency:
         self._vacator = vacator
         self._quotas = quotas
         self._replacement = replacement
+        self._reads = reads or Rates().reads
         self._own_room: dict[str, asyncio.Task[None]] = {}
         self._demand = 0
         self._wake = asyncio.Event()
@@ -146,7 +150,7 @@ class Residency:
 
     async def _reclaim_own(self, tenant: str, wanted: int) -> None:
         try:
-            await self._reclaim(wanted, tenant)
+            await self.reclaim(wanted, tenant)
             await self.announce_room()
         except KVStoreError as error:
             _log.warning("no room made within the quota of tenant %s: %s", tenant, error.message)
@@ -272,12 +276,15 @@ class Residency:
         if not blobs.on_ssd[row]:
             space.lose_blob(row)
             raise NotFound(f"blob {blobs.id_of(row).hex()} is in no tier")
+        self._reads.begin()
+        nbytes = 0
         read = asyncio.get_running_loop().run_in_executor(
             self._readers, self._blob_file.read, space.number, blobs.id_of(row), blobs.layout_of(row), target
         )
         try:
             # Shielded: the thread writes into `target` until it is done, so the slot must not be freed before.
             await finish_despite_cancel(read)
+            nbytes = len(target)
         except NotFound as error:
             self._stats.corrupt_blobs += isinstance(error, Corrupt)
             _log.error("dropping the pages of a lost blob: %s", error.message)
@@ -285,6 +292,8 @@ class Residency:
             space.lose_blob(row)
             self.writeback.poke()
             raise
+        finally:
+            self._reads.end(nbytes, spoiled=not nbytes)
 
     async def _stage(self, space: Space, row: int) -> "Held":
         """Read around DRAM, through a few bounded buffers: what a fetch does when everything in DRAM is leased."""
@@ -333,7 +342,7 @@ class Residency:
         self._wake.clear()
         self._moving = True
         while (wanted := self._watermarks.excess(self._arena.usage(), self._demand)) > 0:
-            freed = await self._reclaim(wanted)
+            freed = await self.reclaim(wanted)
             await self.announce_room()
             await asyncio.sleep(0.001)  # those who wait take their slots before anything more is evicted
             if freed <= 0:
@@ -341,19 +350,22 @@ class Residency:
         self._moving = False
         self._vacator.keep_headroom()
 
-    async def _reclaim(self, wanted: int, tenant: str | None = None) -> int:
+    async def reclaim(self, wanted: int, tenant: str | None = None) -> int:
+        """Free about so many bytes of DRAM (of a tenant's own, if given), of the pages that are worth the least. Returns the bytes."""
         freed, pending = 0, []
         await self._replacement.catch_up()
+        await self._replacement.give_up_waiting()
         if tenant is None:
             self._replacement.resize(DRAM, self._of(None))
         worth = partial(self._worth_in_dram, whole=tenant is None)
         for number, unit in enumerate(dram_victims(self._of(tenant), wanted, worth, only_written=not self.writeback.state.ok), 1):
             if not number % _UNITS_AT_A_TIME:
                 await asyncio.sleep(0)
-            slot = unit.space.tree.pages.find_key(unit.key)
-            if slot >= 0 and unit.space.is_durable(slot):
+            if (slot := unit.slot_unless_used()) < 0:
+                continue
+            if unit.space.is_durable(slot):
                 freed += self._free(unit, slot)
-            elif slot >= 0:
+            else:
                 pending.append(unit)
         before = self._arena.usage().used
         pending = self._drop_unwanted(pending)
@@ -375,12 +387,13 @@ class Residency:
         """Give up the units that are not worth writing to SSD. Returns the others."""
         by_space: dict[int, list[Unit]] = {}
         for unit in units:
-            by_space.setdefault(unit.space.number, []).append(unit)
+            if unit.slot_unless_used() >= 0:  # others had a turn since it was looked at
+                by_space.setdefault(unit.space.number, []).append(unit)
         kept: list[Unit] = []
         for mine in by_space.values():
             space = mine[0].space
             slots = np.array([space.tree.pages.find_key(unit.key) for unit in mine], np.int32)
-            asked = np.unique(slots)
+            asked = distinct(slots)
             admitted = np.isin(slots, asked[self._replacement.admits(space, asked)])
             for unit, wanted in zip(mine, admitted.tolist(), strict=True):
                 if wanted or not unit.required:
@@ -413,8 +426,7 @@ class Residency:
             except (Busy, DiskFailing):
                 stay.add(space.number)
         for unit in units:
-            slot = unit.space.tree.pages.find_key(unit.key)
-            if slot < 0 or unit.space.tree.pages.leases[slot]:
+            if (slot := unit.slot_unless_used()) < 0:
                 continue
             if unit.space.is_durable(slot):
                 self._free(unit, slot)

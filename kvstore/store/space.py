@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import ColumnSpec
+from kvstore.columns import ColumnSpec, distinct
 from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange, namespace_digest
+from kvstore.prefill import Prefill
+from kvstore.radix.below import with_all_below
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
 from kvstore.radix.pages import DURABLE, Slots
@@ -48,6 +50,8 @@ class NamespaceSettings:
     recipes: bool = False
     retention_s: int = 86_400
     ttl_s: int = 0
+    prefill: Prefill | None = None
+    """What computing its pages costs, if somebody has said so."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -69,17 +73,19 @@ class NamespaceSettings:
         return namespace_digest(self.tenant, self.fingerprint, self.spec)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data. Without a TTL there is none in it, as daemons before it wrote."""
+        """Plain data. Without a TTL or a prefill cost there is none in it, as daemons before it wrote."""
         data: dict[str, Any] = {
             "tenant": self.tenant, "name": self.name, "fingerprint": self.fingerprint,
             "spec": self.spec.to_dict(), "recipes": self.recipes, "retention_s": self.retention_s,
         }  # fmt: skip
-        return data | ({"ttl_s": self.ttl_s} if self.ttl_s else {})
+        data |= {"ttl_s": self.ttl_s} if self.ttl_s else {}
+        return data | ({"prefill": [self.prefill.base_s, self.prefill.slope_s]} if self.prefill else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "NamespaceSettings":
         """The inverse of `to_dict`."""
-        return cls(**{**data, "spec": KVSpec.from_dict(data["spec"])})
+        prefill = Prefill(*data["prefill"]) if "prefill" in data else None
+        return cls(**{**data, "spec": KVSpec.from_dict(data["spec"]), "prefill": prefill})
 
 
 @dataclass(slots=True)
@@ -238,6 +244,13 @@ class Space:
         rows: list[int] = parts.blob[(np.left_shift(1, parts.component.astype(np.int64)) & components) != 0].tolist()
         return rows
 
+    def in_dram(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which pages have any of their bytes in DRAM."""
+        owner, part = self.tree.parts.of(self.tree.pages.part[slots])
+        found = np.zeros(len(slots), np.bool_)
+        found[owner[self.blobs.slot[self.tree.parts.blob[part]] != NO_SLOT]] = True
+        return found
+
     # --- pages ---------------------------------------------------------------------------------------------------------
 
     def insert(self, parent: bytes, tokens: bytes, extras: Extras, new: NewPages) -> None:
@@ -260,7 +273,7 @@ class Space:
         removed = self.tree.bury(slot)
         self._give_up(removed)
         if not (ghosts and self.max_ghosts):
-            self._watcher.forgotten(self, np.concatenate(removed.slots))
+            self._watcher.forgotten(self, with_all_below(self.tree, np.array([slot], np.int32)))
             self.tree.remove(slot)
         self.stats.dropped_pages += removed.pages
         if self.tree.rules.optional and (at := self.tree.pages.find_key(above)) >= 0:
@@ -275,13 +288,13 @@ class Space:
         np.subtract.at(self.blobs.durable_pages, np.concatenate(removed.durable_blobs), 1)
         self._trash.records += [(self.number, key) for key in removed.durable_keys]
         self._watcher.buried(self, np.concatenate(removed.slots))
-        for row in np.unique(blobs).tolist():
+        for row in distinct(blobs).tolist():
             self.settle(row)
 
     def forget_ghosts(self, count: int) -> None:
         """Remove at least `count` ghosts for good, the coldest first, if there are so many."""
         if count > 0:
-            self._watcher.forgotten(self, self.tree.coldest(self.tree.ghost_slots(), count))
+            self._watcher.forgotten(self, with_all_below(self.tree, self.tree.coldest(self.tree.ghost_slots(), count)))
             self.tree.forget_ghosts(count)
 
     def drop_components(self, slot: int, components: int) -> None:
@@ -439,7 +452,7 @@ class Space:
         if rows is not None:
             np.subtract.at(self.blobs.pages, rows, 1)
             np.subtract.at(self.blobs.durable_pages, rows, 1)
-            for row in np.unique(rows).tolist():
+            for row in distinct(rows).tolist():
                 self.settle(row)
 
     def lose_again(self) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import lmdb
 import numpy as np
@@ -20,6 +21,7 @@ from kvstore.radix.journal import Journal
 from kvstore.radix.tree import Extras
 from kvstore.store.backlog import Backlog
 from kvstore.store.clock import Clock
+from kvstore.store.cut import Ask
 from kvstore.store.datadir import DataDir
 from kvstore.store.expiry import Expiry
 from kvstore.store.following import Following
@@ -30,8 +32,9 @@ from kvstore.store.prefixes import Prefixes
 from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
 from kvstore.store.quotas import Quotas, SsdBudget
+from kvstore.store.rates import Rates
 from kvstore.store.recovery import LoadProgress, Recovery
-from kvstore.store.replacement import Replacement
+from kvstore.store.replacement import DRAM, Replacement
 from kvstore.store.residency import Held, Residency
 from kvstore.store.scrub import Scrubber
 from kvstore.store.session_ends import SessionEnds
@@ -40,9 +43,10 @@ from kvstore.store.spaces import Spaces
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.store_config import StoreConfig
-from kvstore.store.upkeep import Orphans, flush
+from kvstore.store.upkeep import Orphans, flush, give_back
 from kvstore.store.uses import Uses
 from kvstore.store.vacate import Vacator
+from kvstore.store.waits import finish_despite_cancel
 from kvstore.store.why import Why, why
 from kvstore.store.writeback import Writeback
 from kvstore.tiers import Usage
@@ -81,7 +85,9 @@ class Store:
         policies = make_policies(config.policy, config.dram_bytes // _PAGE, config.ssd_bytes // _PAGE)
         self.replacement = Replacement(*policies, self._clock.now)
         self.uses.observers.append(self.replacement)
-        self._matching = Matching(self.leases, self.stats, self.uses)
+        self.rates = Rates()
+        """How fast SSD is read, and pages are fetched."""
+        self._matching = Matching(self.leases, self.stats, self.uses, self.rates)
         self._spaces = Spaces()
         self.quotas = Quotas(config.quotas)
         self._trash = Trash()
@@ -156,6 +162,7 @@ class Store:
         self._residency = Residency(
             self._arena, self._blob_file, self._readers, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
             Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas, self.replacement,
+            self.rates.reads,
         )  # fmt: skip
         self._writeback = Writeback(
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
@@ -262,14 +269,17 @@ class Store:
     async def create_namespace(self, settings: NamespaceSettings) -> Space:
         """The namespace of these settings, made if it is not there. Durable when this returns.
 
-        Raises Conflict if the name is taken by a namespace of another identity or with other settings.
+        Raises Conflict if the name is taken by a namespace of another identity or with other settings. A prefill cost can be given later,
+        or another one: it says nothing of what is stored.
         """
         space = self._spaces.by_id(settings.tenant, settings.digest[:16].hex())
         if space is not None:
-            if space.settings != settings:
+            if replace(space.settings, prefill=settings.prefill) != settings:
                 raise Conflict(
                     f"this namespace exists as {space.settings.name!r} ({space.id}) with another name, recipes, retention or ttl"
                 )
+            if settings.prefill and settings.prefill != space.settings.prefill:
+                await self._put_record(space, settings)
             return space
         other = self._spaces.by_name(settings.tenant, settings.name)
         if other is not None:
@@ -278,14 +288,21 @@ class Store:
         self._next_number += 1
         self._spaces.add(space)
         try:
-            async with self._writeback.lock:
-                await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.put_namespace, space.record())
-        except BaseException as error:
+            await self._put_record(space, settings)
+        except BaseException:
             self._spaces.remove(space)  # unless it has been dropped, and created anew, meanwhile
-            if isinstance(error, (lmdb.Error, OSError)):
-                raise self._writeback.failed(error) from error
             raise
         return space
+
+    async def _put_record(self, space: Space, settings: NamespaceSettings) -> None:
+        """Give a namespace its settings, durably. Raises NoSpace or DiskFailing."""
+        space.settings = settings
+        try:
+            async with self._writeback.lock:
+                if not space.dropped:
+                    await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.put_namespace, space.record())
+        except (lmdb.Error, OSError) as error:
+            raise self._writeback.failed(error) from error
 
     def namespaces(self, tenant: str) -> list[Space]:
         """A tenant's namespaces."""
@@ -313,13 +330,9 @@ class Store:
             for lease in kind.of_space(space):
                 kind.release(lease)
         self._puts.end_space(space)
-        blobs = space.blobs
-        rows = np.flatnonzero(blobs.pages[: blobs.slots.high])  # of pages still to be loaded, too
-        blobs.pages[rows] = blobs.durable_pages[rows] = 0
-        blobs.on_ssd[rows] = False
-        for row in rows.tolist():
-            space.settle(row)
         self._trash.namespaces.append(space.number)
+        self._writeback.poke()
+        await finish_despite_cancel(asyncio.ensure_future(give_back(space)))
         await self._residency.announce_room()
         try:
             await self._writeback.emptied()
@@ -331,12 +344,13 @@ class Store:
 
     def match(
         self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
-        boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS,
+        boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS, ask: Ask | None = None, link_bytes_s: float = 0.0,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens` (see Matching.match)."""
         return self._matching.match(
-            space, tokens, extras, owner=owner, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base, hints=hints
-        )
+            space, tokens, extras, owner=owner, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base, hints=hints, ask=ask,
+            link_bytes_s=link_bytes_s,
+        )  # fmt: skip
 
     def why(self, space: Space, tokens: bytes, extras: Extras, first: int = 0, last: int = -1) -> Why:
         """Where the pages [first, last) of a prefix are, and why (see `kvstore.store.why`)."""
@@ -473,6 +487,11 @@ class Store:
     def readers(self) -> ThreadPoolExecutor:
         """The threads that read from SSD."""
         return self._readers
+
+    @property
+    def follows_lru(self) -> bool:
+        """Whether what leaves DRAM goes by recency now: the policy is `lru`, or the classifier trusts it more than itself."""
+        return self.replacement.policies[DRAM].follows_lru
 
     @property
     def ssd_state(self) -> SsdState:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 
+import numpy as np
+
 from kvstore.errors import KVStoreError
 from kvstore.radix.pages import DURABLE
 from kvstore.store.space import Space, Trash
@@ -15,6 +17,19 @@ from kvstore.tiers.ssd import BlobFile
 _log = logging.getLogger("kvstore.store")
 
 _SWEEP_BLOBS = 2048
+_ROWS_AT_ONCE = 1024
+
+
+async def give_back(space: Space) -> None:
+    """Free what a dropped namespace has in the tiers, giving way to others in between; what is pinned goes with its last pin."""
+    blobs = space.blobs
+    for first in range(0, blobs.slots.high, _ROWS_AT_ONCE):  # of pages still to be loaded, too
+        rows = first + np.flatnonzero(blobs.pages[first : min(first + _ROWS_AT_ONCE, blobs.slots.high)])
+        blobs.pages[rows] = blobs.durable_pages[rows] = 0
+        blobs.on_ssd[rows] = False
+        for row in rows.tolist():
+            space.settle(row)
+        await asyncio.sleep(0)
 
 
 class Orphans:

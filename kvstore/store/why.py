@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore.radix.pages import DURABLE
+from kvstore.columns import distinct
+from kvstore.radix.pages import DURABLE, GHOST, Slots
 from kvstore.radix.tree import Extras
 from kvstore.store.matching import known_path
 from kvstore.store.replacement import Replacement
@@ -13,16 +15,22 @@ from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.policies import Explanation
 
 MAX_PAGES = 1024
+_SAMPLE = 1 << 14
+"""A namespace of more pages is looked at by a sample: its places are estimates then, and the time does not grow with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageWhy:
-    """One page of a prefix. `rank` is its place among the namespace's pages that can leave DRAM, 0 for who goes first."""
+    """One page of a prefix. `rank` is its place among the namespace's pages that can leave DRAM, 0 for who goes first.
+
+    A page that is `gone` is in no tier; what is told of it is what the store still remembers.
+    """
 
     page: int
     in_dram: bool
     on_ssd: bool
     leased: bool
+    gone: bool
     rank: int | None
     decision: str
     explanation: Explanation | None
@@ -30,49 +38,97 @@ class PageWhy:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """`pages` are those of the prefix that are there, `candidates` how many of the namespace's pages could leave DRAM now."""
+    """`pages` are those of the prefix that are there, after which so many are `gone`; `candidates` how many of the namespace's pages
+    could leave DRAM now. `estimated` says that these, and the ranks, come from a sample.
+    """
 
     policy: str
     pages: int
+    gone: int
     candidates: int
+    estimated: bool
     found: list[PageWhy]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Pages that can leave DRAM (ascending slots), each of which stands for `weight` of them."""
+
+    slots: Slots
+    weight: float
+
+    @property
+    def count(self) -> int:
+        return round(len(self.slots) * self.weight)
 
 
 def why(replacement: Replacement, policy: str, space: Space, tokens: bytes, extras: Extras, first: int, last: int) -> Why:
     """Explain the pages [first, last) of a prefix, at most MAX_PAGES of them. Is no use of them, and changes nothing."""
-    tree, blobs = space.tree, space.blobs
-    path = known_path(space, tokens, extras)
-    slots = tree.path_slots(path)
-    asked = slots[first : path.pages if last < 0 else last][:MAX_PAGES]
-    live = tree.live_slots()
-    owner, part = tree.parts.of(tree.pages.part[live])
-    missing = np.bincount(owner, blobs.slot[tree.parts.blob[part]] == NO_SLOT, len(live)) > 0
-    candidates = live[~missing & (tree.pages.leases[live] == 0)]
-    rank = replacement.rank(space, candidates) or {}
-    resident = set(live[~missing].tolist())
+    tree = space.tree
+    there = known_path(space, tokens, extras).pages
+    slots = tree.path_slots(tree.match_with_ghosts(tokens, extras))
+    asked = slots[first : len(slots) if last < 0 else last][:MAX_PAGES]
+    resident = _in_dram(space, asked)
+    candidates = _candidates(space, asked)
+    places = replacement.rank(space, candidates.slots) or {}
     explained: list[Explanation | None] = [*replacement.explain(space, asked)] or [None] * len(asked)
     found = []
-    for page, (slot, explanation) in enumerate(zip(asked.tolist(), explained, strict=True), first):
-        in_dram, leased = slot in resident, bool(tree.pages.leases[slot])
-        on_ssd = bool(tree.pages.flags[slot] & DURABLE)
-        decision = _decision(policy, in_dram, leased, rank.get(slot), len(candidates), explanation)
-        found.append(PageWhy(page, in_dram, on_ssd, leased, rank.get(slot), decision, explanation))
-    return Why(policy, path.pages, len(candidates), found)
+    for at, (slot, explanation) in enumerate(zip(asked.tolist(), explained, strict=True)):
+        flags, leased = int(tree.pages.flags[slot]), bool(tree.pages.leases[slot])
+        rank = round(places[slot] * candidates.weight) if slot in places else None
+        gone, in_dram = bool(flags & GHOST), bool(resident[at])
+        decision = _decision(policy, gone, in_dram, leased, _place(rank, candidates), explanation)
+        found.append(PageWhy(first + at, in_dram, bool(flags & DURABLE), leased, gone, rank, decision, explanation))
+    return Why(policy, there, len(slots) - there, candidates.count, candidates.weight > 1, found)
 
 
-def _decision(policy: str, in_dram: bool, leased: bool, rank: int | None, candidates: int, explanation: Explanation | None) -> str:
-    """In words."""
-    if leased:
-        return "stays: it is leased, pinned or being built on"
-    if not in_dram:
-        return "is on SSD only: it comes up when it is fetched"
+def _in_dram(space: Space, slots: Slots) -> npt.NDArray[np.bool_]:
+    """Which pages are in DRAM with all that makes them pages."""
+    tree = space.tree
+    owner, part = tree.parts.of(tree.pages.part[slots])
+    required = np.left_shift(1, tree.parts.component[part].astype(np.int64)) & tree.rules.required != 0
+    missing = required & (space.blobs.slot[tree.parts.blob[part]] == NO_SLOT)
+    found: npt.NDArray[np.bool_] = (tree.pages.flags[slots] & GHOST) == 0
+    found[owner[missing]] = False
+    return found
+
+
+def _candidates(space: Space, asked: Slots) -> _Candidates:
+    """Those that can leave DRAM, or a sample of them with all that were asked about."""
+    tree, weight = space.tree, 1.0
+    if tree.pages.ranges.high <= 2 * _SAMPLE:
+        slots = tree.live_slots()
+    else:
+        drawn = np.random.default_rng().integers(0, tree.pages.ranges.high, _SAMPLE).astype(np.int32)
+        slots = distinct(np.concatenate([drawn, asked]))
+        slots = slots[(tree.pages.node[slots] > 0) & ((tree.pages.flags[slots] & GHOST) == 0)]
+        weight = max(1.0, tree.page_count / max(len(slots), 1))
+    return _Candidates(slots[_in_dram(space, slots) & (tree.pages.leases[slots] == 0)], weight)
+
+
+def _place(rank: int | None, candidates: _Candidates) -> str:
+    """A rank in words."""
     if rank is None:
+        return ""
+    if rank == 0:
+        return "the next to go"
+    return f"{'about ' if candidates.weight > 1 else ''}{rank} of {candidates.count} pages go before it"
+
+
+def _decision(policy: str, gone: bool, in_dram: bool, leased: bool, place: str, explanation: Explanation | None) -> str:
+    """In words."""
+    if gone:
+        return "gone from every tier: it is to be computed and put again"
+    if leased:
+        return "stays where it is: leased, pinned or being built on"
+    if not in_dram:
+        return "on SSD only: it comes up when it is fetched"
+    if not place:
         return f"in DRAM for as long as {policy} keeps it"
-    place = f"{rank} of {candidates} pages go before it"
     if explanation is None:
         return f"kept by recency: {place}"
     if explanation.abandoned:
-        return f"is among the first to go, as it was abandoned: {place}"
+        return f"abandoned: {place}"
     if explanation.follows == "lru":
         return f"kept by recency, which does better than the estimates now: {place}"
-    return f"kept for the {explanation.chance:.0%} chance that it is used again in time: {place}"
+    return f"{explanation.chance:.0%} chance of use in time: {place}"

@@ -70,6 +70,11 @@ class Classifier(Policy):
         """How far ahead the score looks."""
         return _HORIZON * self._lru_age
 
+    @property
+    def follows_lru(self) -> bool:
+        """Whether its estimates do worse than LRU of late."""
+        return self._duel.follow_lru
+
     def resize(self, pages: int) -> None:
         """Take the capacity from what the tier holds."""
         self._capacity = pages

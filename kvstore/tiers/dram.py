@@ -39,6 +39,11 @@ class SlotClass:
     slot_bytes: int
 
 
+def slot_bytes_for(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes of the slots that so many bytes each are put into."""
+    return -(-nbytes // _SLOT_ALIGN) * _SLOT_ALIGN
+
+
 @dataclass(slots=True)
 class Segment:
     """One memfd. `free` holds the numbers of its free slots, `owner` who says that a slot is theirs (-1 for nobody)."""

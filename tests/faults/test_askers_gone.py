@@ -5,10 +5,12 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvstore.store import Ack, Store
 from kvstore.store.check import check
 from kvstore.tiers.ssd import BlobBatch
-from tests.store.test_store import config, put, settings_named
+from tests.store.test_store import PARTS, SPEC, config, put, settings_named
 
 
 async def test_a_read_that_fails_after_its_reader_left_is_nobodys_unhandled_error(tmp_path: Path) -> None:
@@ -50,6 +52,27 @@ async def test_a_namespace_created_anew_outlives_an_earlier_creation_that_is_can
             await asyncio.sleep(0)
         await drop
         assert store.space("default", "ns") is await second
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_large_namespace_is_dropped_in_steps(tmp_path: Path, cancelled: bool) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        for number in range(5000):
+            row = space.blobs.add(number.to_bytes(16, "little"), SPEC.slice_layout(PARTS[0]))
+            space.blobs.pages[row] = 1
+        drop = asyncio.create_task(store.drop_namespace(space))
+        left = [5000]
+        while space.blobs.count:
+            await asyncio.sleep(0)
+            left.append(space.blobs.count)
+            if cancelled:
+                drop.cancel()
+        assert len(set(left)) > 3, "nobody else had a turn"
+        await asyncio.gather(drop, return_exceptions=True)
+        assert drop.cancelled() == cancelled
+        await store.settle()
+        check(store)
 
 
 async def test_a_namespace_whose_drop_is_cancelled_is_gone_all_the_same(tmp_path: Path) -> None:

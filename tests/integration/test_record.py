@@ -82,6 +82,18 @@ def test_a_recording_names_pages_and_tells_no_content(tmp_path: Path) -> None:
     assert b"token_ids" not in raw
 
 
+def test_a_packed_recording_of_a_daemon_that_runs_or_was_killed_can_be_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl.gz"
+    with DaemonProcess(tmp_path / "data", "--record", str(file), "--dram", "16MiB", "--ssd", "16MiB") as daemon:
+        talk(daemon)
+        while totals_of(daemon.http)["totals"]["recorded_requests"] < 6:
+            time.sleep(0.01)
+        running = read_trace(file, ReadOptions())
+        daemon.kill()
+    killed = read_trace(file, ReadOptions())
+    assert len(running) == len(killed) >= 6
+
+
 def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
     trace = read_trace(record(tmp_path, "trace.jsonl.gz"), ReadOptions())
     comparison = Comparison(trace)

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
-from tests.integration.pages import content, context, open_namespace
+from tests.integration.pages import SPEC, content, context, open_namespace
 
 
 def ask(daemon: DaemonProcess, seed: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,3 +66,25 @@ def test_a_policy_that_estimates_nothing_is_shown_too(data_dir: Path) -> None:
         done = ask(daemon, 10)
     assert done.returncode == 0, done.stderr
     assert "kept by recency" in done.stdout
+
+
+def test_pages_that_are_gone_are_told_of_with_their_history(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, "--dram", "16MiB", "--ssd", "1MiB") as daemon, Client(daemon.endpoint) as client:
+        namespace = client.namespace("pages", "rev-1", SPEC, retention_s=0)
+        seeds = range(1000, 1400)
+        for seed in seeds:
+            namespace.put(context(seed), content(context(seed)))
+        lost = [seed for seed in seeds if namespace.match(context(seed), lease_s=0).pages < 4]
+        assert lost, "all fits: this test shows nothing"
+        now = told(daemon, lost[0])
+        assert now["pages"] + now["gone"] == len(now["found"])
+        gone = now["found"][-1]
+        assert gone["gone"]
+        assert not gone["in_dram"]
+        assert not gone["on_ssd"]
+        assert "gone" in gone["decision"]
+        assert gone["estimate"]["uses"] == 1
+        shown = ask(daemon, lost[0])
+        assert "are gone" in shown.stdout
+        assert "none" in shown.stdout
+        assert shown.returncode == (0 if now["pages"] else 1)

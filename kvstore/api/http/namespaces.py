@@ -1,12 +1,15 @@
 """Namespaces, and matching in them."""
 
+from dataclasses import asdict
+
 import msgspec
 from aiohttp import web
 
 from kvstore.api.auth import Access
 from kvstore.api.convert import namespace_info, part_runs
+from kvstore.api.estimates import prefill_of
 from kvstore.api.http.service import Service, tenant
-from kvstore.api.models import Match, MatchBody, Namespace, NamespaceBody, NamespaceDetail, NamespaceList, PartRun
+from kvstore.api.models import Estimate, Match, MatchBody, Namespace, NamespaceBody, NamespaceDetail, NamespaceList, PartRun
 from kvstore.api.operations import ALWAYS, NAMESPACE, OF_BODY, Reply, Route, reply
 from kvstore.api.problems import body_of
 from kvstore.digests import DIGEST_BYTES
@@ -70,6 +73,7 @@ class NamespaceRoutes:
             recipes=body.recipes,
             retention_s=body.retention_s,
             ttl_s=body.ttl_s,
+            prefill=prefill_of(body.prefill_us, body.prefill_ns_per_position),
         )
         space = await store.create_namespace(settings)
         return reply(described(space), 200 if space.id in known else 201, {"Location": f"/v1/namespaces/{space.id}"})
@@ -85,7 +89,7 @@ class NamespaceRoutes:
     async def _match(self, request: web.Request) -> web.Response:
         body = (await body_of(request, MatchBody)).root
         space, store = self._service.space(request), self._service.store
-        match = store.match(space, body.token_bytes(), {}, parts=True)
+        match = store.match(space, body.token_bytes(), {}, parts=True, ask=None if body.estimate is None else body.estimate.ask())
         runs = blobs = None
         if body.parts and match.parts is not None:
             ids = match.parts.ids
@@ -101,5 +105,6 @@ class NamespaceRoutes:
                 endpoints=self._service.endpoints,
                 runs=runs,
                 blobs=blobs,
+                estimate=None if match.estimate is None else Estimate.model_validate(asdict(match.estimate)),
             )
         )

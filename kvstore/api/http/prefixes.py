@@ -7,7 +7,8 @@ from pydantic import BaseModel
 
 from kvstore.api.auth import Access
 from kvstore.api.http.service import Service
-from kvstore.api.models import (
+from kvstore.api.operations import ALWAYS, NAMESPACE, OF_BODY, Handler, Reply, Route, reply
+from kvstore.api.prefix_models import (
     AbandonBody,
     Affected,
     DeleteBody,
@@ -21,7 +22,6 @@ from kvstore.api.models import (
     Why,
     WhyBody,
 )
-from kvstore.api.operations import ALWAYS, NAMESPACE, OF_BODY, Handler, Reply, Route, reply
 from kvstore.api.problems import body_of
 from kvstore.errors import BadRequest
 from kvstore.hints import Hints
@@ -61,12 +61,16 @@ class PrefixRoutes:
         told = self._service.store.why(space, body.token_bytes(), {}, body.first_page, body.last_page)
         found = [
             PageWhy(
-                page=one.page, in_dram=one.in_dram, on_ssd=one.on_ssd, leased=one.leased, rank=one.rank, decision=one.decision,
-                estimate=None if one.explanation is None else PageEstimate(**asdict(one.explanation)),
+                page=one.page, in_dram=one.in_dram, on_ssd=one.on_ssd, leased=one.leased, gone=one.gone, rank=one.rank,
+                decision=one.decision, estimate=None if one.explanation is None else PageEstimate(**asdict(one.explanation)),
             )
             for one in told.found
         ]  # fmt: skip
-        return reply(Why(policy=told.policy, pages=told.pages, candidates=told.candidates, found=found))
+        return reply(
+            Why(
+                policy=told.policy, pages=told.pages, gone=told.gone, candidates=told.candidates, estimated=told.estimated, found=found
+            )
+        )  # fmt: skip
 
     async def _pin(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, PinBody), self._service.space(request)

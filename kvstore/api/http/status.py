@@ -11,7 +11,7 @@ from kvstore.api.http.admission import grant_of
 from kvstore.api.http.namespaces import described
 from kvstore.api.http.service import Service
 from kvstore.api.metrics import CONTENT_TYPE, render
-from kvstore.api.models import Health, Readiness, Stat, TierUsage
+from kvstore.api.models import Health, RateNow, Readiness, Stat, TierUsage
 from kvstore.api.operations import ALWAYS, Reply, Route, reply
 from kvstore.api.process import process_stat
 from kvstore.store import Store
@@ -76,6 +76,9 @@ class StatusRoutes:
     def _of_all(self, store: Store) -> dict[str, object]:
         return {
             "pid": os.getpid(),
+            "policy": store.config.policy,
+            "follows_lru": store.follows_lru,
+            "rates": {"ssd": RateNow.of(store.rates.ssd), "link": RateNow.of(store.rates.link)},
             "tiers": {name: TierUsage(capacity=usage.capacity, used=usage.used) for name, usage in store.usage().items()},
             "dram_segments": store.dram_segments,
             "totals": store.stats,

@@ -57,6 +57,8 @@ class CreateNamespace(Message):
     recipes: bool = False
     retention_s: int = 86_400
     ttl_s: int = 0
+    prefill_us: float = 0.0
+    prefill_ns_per_position: float = 0.0
 
 
 class NamespaceName(Message):
@@ -78,6 +80,8 @@ class NamespaceInfo(Message):
     blobs: int
     dram_bytes: int
     ttl_s: int = 0
+    prefill_us: float = 0.0
+    prefill_ns_per_position: float = 0.0
 
 
 class NamespaceList(Message):
@@ -95,6 +99,16 @@ class HintsMeta(Message):
     ttl_ms: int = 0
 
 
+class EstimateAsk(Message):
+    """Asks a match what loading costs beside computing. Computing a token takes `prefill_us`, and so much more for each token before it; if
+    both are 0, the namespace's cost counts. A link of 0 is that of the measured rate.
+    """
+
+    prefill_us: float = 0.0
+    prefill_ns_per_position: float = 0.0
+    link_bytes_s: float = 0.0
+
+
 class MatchRequest(Message):
     """Payload: the tokens (uint32 little-endian), then 32 bytes of extra digest for each of `extra_pages`.
 
@@ -109,6 +123,7 @@ class MatchRequest(Message):
     base: int = 0
     extra_pages: list[int] = []
     hints: HintsMeta | None = None
+    estimate: EstimateAsk | None = None
 
 
 PartRangeList = list[tuple[int, int, int, int, int]]
@@ -123,10 +138,34 @@ class PartRunMeta(Message):
     parts: PartRangeList
 
 
+class TierRunMeta(Message):
+    """Pages in a row whose bytes are in one tier, and what it takes to load and to compute them."""
+
+    tier: str
+    first_page: int
+    pages: int
+    nbytes: int
+    load_s: float
+    recompute_s: float | None = None
+
+
+class EstimateMeta(Message):
+    """What the matched pages cost. Best is to load `pages` and to compute the rest, in `seconds`; no `recompute_s` if no cost is known."""
+
+    runs: list[TierRunMeta]
+    load_s: float
+    pages: int
+    seconds: float
+    link_bytes_s: float
+    ssd_bytes_s: float
+    recompute_s: float | None = None
+
+
 class Matched(Message):
     """Payload: if parts were asked for, 16 bytes of blob id for each part to load of each page, in order.
 
     `pages` is the longest usable boundary, `known_pages` how far the pages go; `boundaries` are the usable ones as half-open runs.
+    If the cut of the `estimate` takes other parts than a front of these, `cut_runs` are they, and their ids come after the others.
     """
 
     pages: int
@@ -139,6 +178,8 @@ class Matched(Message):
     lease: int = 0
     lease_ms: int = 0
     runs: list[PartRunMeta] = []
+    estimate: EstimateMeta | None = None
+    cut_runs: list[PartRunMeta] = []
 
 
 class LeaseRequest(Message):

@@ -70,6 +70,13 @@ class ARC(Policy):
         self._once_ghosts.trim(self._capacity - self._once)
         self._again_ghosts.trim(2 * self._capacity - self._once - self._again - len(self._once_ghosts))
 
+    def forgotten(self, columns: Columns, slots: Slots, now: float) -> None:
+        """They can't come back."""
+        lists, numbers = columns["list"][slots], columns["number"][slots]
+        self._once_ghosts.take(numbers[lists == _ONCE_GHOST])
+        self._again_ghosts.take(numbers[lists == _AGAIN_GHOST])
+        columns["list"][slots] = 0
+
     def values(self, batch: Sequence[Pages], wanted: int, now: float) -> Values:
         """First the oldest of those used once that are beyond the target, then those used again, then the rest."""
         values = gather(batch, "recency").copy()

@@ -10,6 +10,11 @@ class LeafLRU(Policy):
 
     leaf_first = True
 
+    @property
+    def follows_lru(self) -> bool:
+        """Always."""
+        return True
+
     def values(self, batch: Sequence[Pages], wanted: int, now: float) -> Values:
         """The order of last use."""
         return gather(batch, "recency")

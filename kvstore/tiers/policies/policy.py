@@ -100,6 +100,11 @@ class Policy(Protocol):
     counts_children: ClassVar[bool] = False
     """Whether it looks at the children of a use; else they are all 1."""
 
+    @property
+    def follows_lru(self) -> bool:
+        """Whether it goes by the order of last uses now."""
+        return False
+
     def resize(self, pages: int) -> None:
         """The tier is full, and holds so many pages."""
         return

@@ -66,6 +66,12 @@ class S3FIFO(Policy):
         columns["number"][small] = self._ghosts.push(len(small))
         self._ghosts.trim(self._main)
 
+    def forgotten(self, columns: Columns, slots: Slots, now: float) -> None:
+        """They can't come back."""
+        queue = columns["queue"][slots]
+        self._ghosts.take(columns["number"][slots[(queue & _GHOST) != 0]])
+        columns["queue"][slots] = 0
+
     def values(self, batch: Sequence[Pages], wanted: int, now: float) -> Values:
         """Go through both queues as if `wanted` pages left one by one: those go first, in that order; what is passed over moves."""
         queue = gather(batch, "queue")

@@ -1,0 +1,34 @@
+"""The policy in effect, as an operator sees it; and a data directory with spaces in its name."""
+
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from kvstore_client import Client
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import open_namespace
+from tests.integration.raw import stat
+
+
+def test_the_policy_is_shown_wherever_one_looks(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path / "a folder" / "data", "--dram", "16MiB", "--ssd", "16MiB", "--policy", "s3fifo") as daemon:
+        with Client(daemon.unix_endpoint) as client:
+            open_namespace(client)
+        assert (stat(daemon.http)["policy"], stat(daemon.http)["follows_lru"]) == ("s3fifo", False)
+        with urllib.request.urlopen(f"{daemon.http}/metrics") as reply:
+            metrics = reply.read().decode()
+        assert 'kvstore_policy_info{policy="s3fifo"} 1.0' in metrics
+        assert "kvstore_policy_follows_lru 0.0" in metrics
+        shown = subprocess.run(
+            [sys.executable, "-m", "kvstore", "status", "--http", daemon.http], capture_output=True, text=True, check=True
+        )
+        assert "policy s3fifo," in shown.stdout
+        assert any(line.endswith("policy: s3fifo") for line in daemon.lines)
+
+
+def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstore", "serve", "--data-dir", str(tmp_path / "d"), "--policy", "best"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "one of lru, arc, classifier, s3fifo" in done.stderr

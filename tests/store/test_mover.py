@@ -1,0 +1,81 @@
+"""The mover: how much it takes, and that it leaves alone what was used while it was at work."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.digests import slice_digest
+from kvstore.errors import NoSpace
+from kvstore.kvspec import Component, KVSpec, PartRange
+from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
+from kvstore.store.check import check
+from kvstore.tiers.policies.make import NAMES
+from kvstore.tiers.watermarks import Watermarks
+from tests.store.test_store import OWNER, config, put, read, settings_named, tokens_of
+
+TINY = KVSpec(1, (Component("full", 1, 1, 140, "u8"),))
+"""Pages of 280 bytes, whose stored form takes a DRAM slot of 512."""
+
+
+async def _put_tiny(store: Store, space: Space, token: int) -> None:
+    tokens, part = np.uint32(token).tobytes(), PartRange(0, 0, 1, 0, 1)
+    under_way = await store.begin_put(OWNER, space, PutRequest(token.to_bytes(16, "little"), tokens, {}, 0, (part,), Ack.MEMORY))
+    data = np.random.default_rng(token).bytes(TINY.part_bytes(part))
+    view, _ = under_way.locate(0, 0, 0, len(data), 1)
+    view[:] = data
+    digest = slice_digest(view)
+    under_way.received(0, 0, 0, [digest], digest)
+    await store.commit_put(under_way)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+async def test_small_pages_are_not_evicted_in_excess(tmp_path: Path, policy: str) -> None:
+    """What goes is counted as what it takes up: slots, not the bytes stored in them."""
+    settings = config(tmp_path / "d", dram_bytes=400 * 512, ssd_bytes=4 << 20, watermarks=Watermarks(0.8, 0.6), policy=policy)
+    async with Store(settings) as store:
+        space = await store.create_namespace(NamespaceSettings("default", "tiny", "m", TINY))
+        for token in range(340):
+            await _put_tiny(store, space, token)
+            await store.settle()
+        assert store.stats.evicted_dram_pages, "the mover had nothing to do: this test shows nothing"
+        assert store.usage()["dram"].used >= 0.58 * settings.dram_bytes
+        check(store)
+
+
+async def _full_ssd(store: Store) -> Space:
+    """SSD is full of what is retained, and DRAM has only that."""
+    space = await store.create_namespace(settings_named(retention_s=86_400))
+    number = 100
+    with contextlib.suppress(NoSpace):
+        for number in range(100, 200):
+            await put(store, space, (number,), b"r" * 16, Ack.DURABLE)
+    assert number < 199, "SSD never got full: this test shows nothing"
+    await store.settle()
+    return space
+
+
+@pytest.mark.parametrize("policy", NAMES)
+async def test_what_is_used_while_it_is_to_be_written_is_not_dropped(tmp_path: Path, policy: str) -> None:
+    async with Store(config(tmp_path / "d", ssd_bytes=20 * 5000, dram_bytes=60 * 5000, policy=policy)) as store:
+        space = await _full_ssd(store)
+        for number in range(5):
+            await put(store, space, (number,), b"m" * 16)
+        async with store._writeback.lock:  # the disk is slow
+            moving = asyncio.create_task(store._residency.reclaim(1 << 30))
+            while not len(store.backlog):
+                await asyncio.sleep(0.001)
+            assert await read(store, space, (0,)) == 1
+            await put(store, space, (0, 7), b"m" * 16, first=1)
+        await moving
+        assert space.tree.match(tokens_of((0, 7))).pages == 2
+        assert not space.tree.match(tokens_of((1,))).pages, "nothing was dropped: this test shows nothing"
+        check(store)
+
+
+async def test_a_durable_put_that_finds_no_space_at_its_commit_is_counted(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", ssd_bytes=20 * 5000, dram_bytes=60 * 5000)) as store:
+        await _full_ssd(store)
+        assert store.stats.puts_no_space == 1
