@@ -37,8 +37,8 @@ _PLACE = ColumnSpec("place", "u1")
 _MAX_NOTES, _MAX_NOTED_PAGES, _PAGES_AT_A_TIME = 2048, 1 << 16, 4096
 """Most uses noted and not told of, and most pages of them all; and about how many are told of in a row."""
 _MAX_AWAITED_PAGES = 1 << 18
-"""Most pages (and reads) of which it is remembered that they are to be fetched; of more, the first are taken to have come."""
-_AWAITED_AT_A_TIME = 128
+"""Most pages of which it is remembered that they are to be fetched, and as many reads as notes; of more, the first have come."""
+_AWAITED_AT_A_TIME, _LOOK_PAGES = 128, 2048
 _QUIET_S = 0.02
 """How long nothing must have come for it to be quiet."""
 
@@ -143,6 +143,7 @@ class Replacement:
 
         Looks at some of them, those that were read first.
         """
+        looked_at = 0
         for _ in range(min(len(self._awaited), _AWAITED_AT_A_TIME)):
             if not self._awaited:
                 return
@@ -153,7 +154,10 @@ class Replacement:
             if leased.any():
                 self._await(space, space.tree.pages.key[slots[leased]].tobytes())
             self.left(DRAM, space, slots[~leased & ~space.in_dram(slots)])
-            await asyncio.sleep(0)
+            looked_at += len(slots)
+            if looked_at > _LOOK_PAGES:  # somebody waits for room: no more turns for the others than they need
+                looked_at = 0
+                await asyncio.sleep(0)
 
     # --- telling the policies ------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Load or recompute, with a real daemon: where pages are decides where the cut is, and a fetch follows it."""
 
 import json
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -23,19 +24,29 @@ FAST = 1e15
 HYBRID = KVSpec(4, (Component("full", 4, 2, 16), Component("window", 2, 2, 16, window=8), Component("state", 1, 2, 64, planes=1)))
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """One that was started anew: all pages are on SSD only."""
-    sizes = ("--dram", "16MiB", "--ssd", "64MiB")
-    with DaemonProcess(tmp_path / "data", *sizes) as first, Client(first.endpoint) as client:
+SIZES = ("--dram", "16MiB", "--ssd", "64MiB")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a daemon leaves."""
+    folder = tmp_path_factory.mktemp("estimate") / "data"
+    with DaemonProcess(folder, *SIZES) as first, Client(first.endpoint) as client:
         client.namespace("pages", "rev-1", SPEC).put(TOKENS, content(TOKENS), durable=True)
         hybrid = client.namespace("hybrid", "rev-1", HYBRID)
         for pages, ends in ((3, 3), (6, 6)):
             data, parts, spans = hybrid_put(pages)
             hybrid.put(TOKENS[: pages * 4], data, parts=parts, spans=spans, durable=True)
             assert hybrid.match(TOKENS, lease_s=0).pages == ends
-    with DaemonProcess(tmp_path / "data", *sizes) as second:
-        yield second
+    return folder
+
+
+@pytest.fixture
+def daemon(written: Path, tmp_path: Path) -> Iterator[DaemonProcess]:
+    """One that was started on a copy of it: all pages are on SSD only."""
+    shutil.copytree(written, tmp_path / "data")
+    with DaemonProcess(tmp_path / "data", *SIZES) as running:
+        yield running
 
 
 def hybrid_content(component: int, page: int) -> bytes:
@@ -136,6 +147,14 @@ def test_the_namespaces_cost_counts_where_none_is_given(daemon: DaemonProcess) -
         assert estimated(namespace, True).recompute_s == pytest.approx(1e-4 * tokens + 2e-9 * tokens * (tokens - 1) / 2)
         info = client.namespace("pages").info
         assert (info.prefill_us, info.prefill_ns_per_position) == (100.0, 2.0)
+
+
+def test_costs_that_make_no_sense_are_refused(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = client.namespace("pages")
+        for numbers in ((float("nan"), 0, 0), (-1.0, 0, 0), (1.0, float("inf"), 0), (1.0, 1.0, -5.0), (1.0, 1.0, float("nan"))):
+            with pytest.raises(BadRequest):
+                namespace.match(TOKENS, lease_s=0, estimate=Costs(*numbers))
 
 
 def test_rates_are_measured_and_shown(daemon: DaemonProcess) -> None:

@@ -182,7 +182,7 @@ async def running(store: Store, **options: Any) -> CheckReport:
 
 @pytest.mark.usefixtures("never_blocks")
 async def test_a_serving_store_is_clean_under_load(tmp_path: Path) -> None:
-    async with Store(config(tmp_path, ssd_bytes=SSD)) as store:
+    async with Store(config(tmp_path, ssd_bytes=SSD, put_wait_s=10.0)) as store:
         space = await store.create_namespace(settings_named())
 
         async def load(worker: int) -> None:
