@@ -7,7 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-BELOW = {f"kvstore.{name}" for name in ("columns", "hash_index", "digests", "errors", "hints", "kvspec", "lmdb_files", "lmdb_walk")}
+BELOW = {
+    f"kvstore.{name}" for name in ("columns", "hash_index", "digests", "errors", "drift", "hints", "kvspec", "lmdb_files", "lmdb_walk")
+}
 
 ALLOWED = {
     "kvstore/columns.py": {"kvstore.errors"},
@@ -15,6 +17,7 @@ ALLOWED = {
     "kvstore/kvspec.py": {"kvstore.errors"},
     "kvstore/digests.py": set(),
     "kvstore/hints.py": {"kvstore.errors"},
+    "kvstore/drift.py": {"kvstore.kvspec"},
     "kvstore/prefill.py": {"kvstore.errors"},
     "kvstore/sizing.py": {"kvstore.errors", "kvstore.kvspec", "kvstore.prefill"},
     "kvstore/lmdb_files.py": {"kvstore.errors", "kvstore.lmdb_walk"},
@@ -24,7 +27,7 @@ ALLOWED = {
     "kvstore/lab": {"kvstore.hints", "kvstore.lab", "kvstore.prefill", "kvstore.radix", "kvstore.tiers", "kvstore.trace_record", *BELOW},
     "kvstore/radix": {"kvstore.radix", *BELOW},
     "kvstore/tiers": {"kvstore.hints", "kvstore.tiers", *BELOW},
-    "kvstore/api/wire": {"kvstore.api.wire", "kvstore.digests", "kvstore.errors", "kvstore.hints", "kvstore.kvspec"},
+    "kvstore/api/wire": {"kvstore.api.wire", "kvstore.digests", "kvstore.drift", "kvstore.errors", "kvstore.hints", "kvstore.kvspec"},
     "clients/kvstore_client": {"kvstore.api.wire", "kvstore_client"},
     "clients/kvstore_workers": {"kvstore.api.wire", "kvstore_client", "kvstore_workers"},
 }
