@@ -115,6 +115,13 @@ class DiskFailing(KVStoreError):
     http_status = 503
 
 
+class RebuildFailed(KVStoreError):
+    """Pages could not be computed again: a recipe is missing, or the workers that tried it failed. The message says why."""
+
+    code = "rebuild_failed"
+    http_status = 502
+
+
 class Unsupported(KVStoreError):
     """Well-formed, but not offered by this daemon."""
 
