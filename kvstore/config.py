@@ -69,6 +69,10 @@ class Config(BaseModel):
     max_sessions: int = Field(65_536, ge=1, le=100_000_000, description="sessions of a namespace of which it is known where they were last")
     max_leased: Size = Field(0, ge=0, description="payload bytes that the leases of one client may hold; half of both tiers if 0")
     max_pinned: Size = Field(0, ge=0, description="payload bytes that the pins of one tenant may hold; half of both tiers if 0")
+    recipe_bytes: Size = Field(0, ge=0, description="bytes of recipes; a sixteenth of the SSD tier, 64 MiB to 8 GiB, if 0")
+    recipe_ttl: float = Field(
+        0.0, ge=0, description="seconds that the recipe of a page that is gone is kept; as long as there is room if 0"
+    )
     reader_threads: int = Field(4, ge=1, le=64, description="threads that read from SSD")
     tokens_file: Path | None = Field(None, description="TOML file of bearer tokens and quotas, for this user only; re-read when it changes")
     tokens: SecretStr | None = Field(None, description="bearer tokens, from the environment only: TENANT:ACCESS:SECRET, ...")
@@ -129,10 +133,13 @@ class Config(BaseModel):
         parent = self.data_dir
         while not parent.exists():
             parent = parent.parent
+        ssd_bytes = self.ssd or max(256 << 20, min(256 << 30, shutil.disk_usage(parent).free // 2))
         return StoreConfig(
             data_dir=self.data_dir,
             dram_bytes=self.dram or max(256 << 20, read_memory().available // 4),
-            ssd_bytes=self.ssd or max(256 << 20, min(256 << 30, shutil.disk_usage(parent).free // 2)),
+            ssd_bytes=ssd_bytes,
+            recipe_bytes=self.recipe_bytes or max(64 << 20, min(8 << 30, ssd_bytes // 16)),
+            recipe_ttl_s=self.recipe_ttl,
             max_pages=self.max_pages,
             watermarks=Watermarks(self.high_watermark, self.low_watermark),
             put_wait_s=self.put_wait,

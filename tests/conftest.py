@@ -10,6 +10,7 @@ from blockbuster import BlockBuster, BlockBusterFunction, blockbuster_ctx
 from kvstore.radix.journal import Journal
 from kvstore.store.datadir import DataDir
 from kvstore.tiers.ssd import BlobFile
+from kvstore.tiers.text import RecipeFile
 from kvstore_workers.daemon_process import DaemonProcess
 
 BLOCKING = [
@@ -29,6 +30,26 @@ BLOCKING = [
         )
     ),
     *((BlobFile, name) for name in ("commit", "read", "probe", "stored_blobs", "namespace_numbers", "drop_namespace", "__init__")),
+    *(
+        (RecipeFile, name)
+        for name in (
+            "commit",
+            "read",
+            "have",
+            "oldest",
+            "below",
+            "keys",
+            "scan",
+            "numbers",
+            "restamp",
+            "forget",
+            "drop_namespace",
+            "recount",
+            "salvage",
+            "probe",
+            "__init__",
+        )
+    ),
     (DataDir, "__init__"),
 ]
 

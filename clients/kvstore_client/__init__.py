@@ -19,6 +19,7 @@ from kvstore.api.wire import (
     NotFound,
     PartRange,
     ProtocolError,
+    RebuildFailed,
     Turn,
     Unauthenticated,
     UnknownNamespace,
@@ -27,17 +28,22 @@ from kvstore.api.wire import (
     extra_digest,
 )
 from kvstore_client.blocking import Client
+from kvstore_client.blocking_rebuild import RebuildWorker
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.estimate import Costs, Estimate, TierRun
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
 from kvstore_client.namespace import Match, Namespace, PutResult
+from kvstore_client.openai_rebuild import OpenAIRebuilder
+from kvstore_client.rebuild import AsyncRebuildWorker, Rebuilt, Wanted
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
+from kvstore_client.text import Given
 
 __all__ = [
-    "DEFAULT_ENDPOINT", "AsyncClient", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict", "ConnectionLost",
-    "Corrupt", "Costs", "DeadlineExceeded", "Ended", "Estimate", "Follower", "Forbidden", "Hints", "KVSpec", "KVStoreError",
-    "Match", "MissingParent", "Namespace", "NoSpace", "NotFound", "PartRange", "ProtocolError", "PutResult", "PutStream", "Session",
-    "TierRun", "Turn", "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch", "extra_digest",
-    "fingerprint_folder", "fingerprint_revision",
+    "DEFAULT_ENDPOINT", "AsyncClient", "AsyncRebuildWorker", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict",
+    "ConnectionLost", "Corrupt", "Costs", "DeadlineExceeded", "Ended", "Estimate", "Follower", "Forbidden", "Given", "Hints",
+    "KVSpec", "KVStoreError", "Match", "MissingParent", "Namespace", "NoSpace", "NotFound", "OpenAIRebuilder", "PartRange",
+    "ProtocolError", "PutResult", "PutStream", "RebuildFailed", "RebuildWorker", "Rebuilt", "Session", "TierRun", "Turn",
+    "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch", "Wanted", "extra_digest", "fingerprint_folder",
+    "fingerprint_revision",
 ]  # fmt: skip

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 from kvstore.api.wire import Hints, KVSpec, PartRange
 from kvstore_client.blocking_streams import Follower, PutStream, Session
+from kvstore_client.blocking_text import BlockingTextCalls
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.namespace import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
 from kvstore_client.namespace import OnGroup, PutResult
+from kvstore_client.text import Given
 from kvstore_client.tokens import Extras, Tokens
 from kvstore_client.transfer import Progress
 
@@ -82,6 +84,11 @@ class Client:
         self._thread.run(self._client.close())
         self._thread.stop()
 
+    @property
+    def inner(self) -> AsyncClient:
+        """The asynchronous client, to be used on this client's loop."""
+        return self._client
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on this client's loop."""
         return self._thread.run(work)
@@ -92,10 +99,12 @@ class Client:
 
     def namespace(
         self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400,
-        ttl_s: int = 0, costs: Costs | None = None,
+        ttl_s: int = 0, costs: Costs | None = None, rebuild: str = "exact", lossy: bool = False,
     ) -> "Namespace":  # fmt: skip
         """Open a namespace; with a fingerprint and a KV spec, create it if it is not there (see AsyncClient.namespace)."""
-        opening = self._client.namespace(name, fingerprint, spec, recipes=recipes, retention_s=retention_s, ttl_s=ttl_s, costs=costs)
+        opening = self._client.namespace(
+            name, fingerprint, spec, recipes=recipes, retention_s=retention_s, ttl_s=ttl_s, costs=costs, rebuild=rebuild, lossy=lossy
+        )
         return Namespace(self, self.run(opening))
 
     def namespaces(self) -> list["Namespace"]:
@@ -126,6 +135,11 @@ class Match:
         return self.inner.dram_pages
 
     @property
+    def rebuildable_pages(self) -> int:
+        """Pages after those matched that are gone, but can be computed again (-1 if that was not asked)."""
+        return self.inner.rebuildable_pages
+
+    @property
     def estimate(self) -> Estimate | None:
         """What loading it costs beside computing it, if that was asked for."""
         return self.inner.estimate
@@ -141,7 +155,7 @@ class Match:
         self.release()
 
 
-class Namespace:
+class Namespace(BlockingTextCalls):
     """As the asynchronous Namespace."""
 
     def __init__(self, client: Client, inner: AsyncNamespace) -> None:
@@ -158,12 +172,13 @@ class Namespace:
 
     def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
-        extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, timeout: float | None = None,
+        extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, rebuildable: bool = False,
+        rebuild_s: float = 0.0, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix in the store (see the asynchronous Namespace.match)."""
         found = self.inner.match(
             tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base.inner if base else None, extras=extras, hints=hints,
-            estimate=estimate, timeout=timeout,
+            estimate=estimate, rebuildable=rebuildable, rebuild_s=rebuild_s, timeout=timeout,
         )  # fmt: skip
         return Match(self._client, self._client.run(found))
 
@@ -190,12 +205,13 @@ class Namespace:
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
         spans: tuple[tuple[int, int], ...] | None = None, durable: bool = False, whole_s: float = 0.0,
         base: Match | None = None, extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None,
-        progress: Progress | None = None, timeout: float | None = None,
+        progress: Progress | None = None, recipe: Given | None = None, timeout: float | None = None,
     ) -> PutResult:  # fmt: skip
         """Put pages (see the asynchronous Namespace.put)."""
         putting = self.inner.put(
             tokens, data, first_page=first_page, parts=parts, spans=spans, durable=durable, whole_s=whole_s, extras=extras,
-            base=base.inner if base else None, put_id=put_id, hints=hints, progress=progress, timeout=timeout,
+            base=base.inner if base else None, put_id=put_id, hints=hints, progress=progress, recipe=recipe,
+            timeout=timeout,
         )  # fmt: skip
         return self._client.run(putting)
 
@@ -218,10 +234,13 @@ class Namespace:
         return Session(self._client.run, self.inner.session(lease_s=lease_s, hints=hints, costs=costs))
 
     def prefetch(
-        self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, timeout: float | None = None
-    ) -> int:
+        self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, rebuild: bool = False,
+        within_s: float = 0.0, timeout: float | None = None,
+    ) -> int:  # fmt: skip
         """Bring pages into the daemon's DRAM (see the asynchronous Namespace.prefetch)."""
-        return self._client.run(self.inner.prefetch(tokens, pages=pages, extras=extras, timeout=timeout))
+        return self._client.run(
+            self.inner.prefetch(tokens, pages=pages, extras=extras, rebuild=rebuild, within_s=within_s, timeout=timeout)
+        )
 
     def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:
         """Keep a prefix from being evicted (see the asynchronous Namespace.pin)."""

@@ -99,11 +99,13 @@ class AsyncClient:
 
     async def namespace(
         self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400,
-        ttl_s: int = 0, costs: Costs | None = None,
+        ttl_s: int = 0, costs: Costs | None = None, rebuild: str = "exact", lossy: bool = False,
     ) -> "Namespace":  # fmt: skip
         """Open a namespace by name or id; with a fingerprint and a KV spec, create it if it is not there.
 
         `retention_s` is how long durable pages are kept at least, `ttl_s` after how long without use pages are removed (0: never).
+        `recipes` keeps on disk what it takes to compute a page again (its token ids), `rebuild` says what counts as the same page then:
+        `exact`, `tolerant`, or `never` for what can't be computed again and is never discarded; `lossy` lets pages go without a recipe.
         `costs` are what computing its pages takes, for estimates; they can be given again.
         Raises UnknownNamespace, or Conflict if the name stands for another model or spec.
         """
@@ -113,7 +115,7 @@ class AsyncClient:
             costs = costs or Costs()
             wanted = CreateNamespace(
                 name=name, fingerprint=fingerprint, spec=spec.to_dict(), recipes=recipes, retention_s=retention_s, ttl_s=ttl_s,
-                prefill_us=costs.prefill_us, prefill_ns_per_position=costs.prefill_ns_per_position,
+                prefill_us=costs.prefill_us, prefill_ns_per_position=costs.prefill_ns_per_position, rebuild=rebuild, lossy=lossy,
             )  # fmt: skip
             info, _ = await self.call(FrameType.NAMESPACE_CREATE, wanted, NamespaceInfo)
         return Namespace(self, info)

@@ -33,6 +33,7 @@ from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
+from kvstore_client.text import Given, TextCalls
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 from kvstore_client.transfer import AT_ONCE_BYTES, Progress, abort_put, fetch_striped, put_at_once, send_striped
 
@@ -80,6 +81,8 @@ class Match:
     estimate: Estimate | None = None
     _cut: "Match | None" = field(default=None, repr=False)
     """As far as it is best loaded, where that takes other parts."""
+    rebuildable_pages: int = -1
+    """Pages after `pages` that are gone, but can be computed again (-1 if that was not asked)."""
 
     async def release(self) -> None:
         """End the lease. Harmless if it is over already."""
@@ -133,7 +136,7 @@ class Match:
         return found
 
 
-class Namespace:
+class Namespace(TextCalls):
     """A namespace as this client sees it."""
 
     def __init__(self, client: "AsyncClient", info: NamespaceInfo) -> None:
@@ -149,7 +152,8 @@ class Namespace:
 
     async def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
-        extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, timeout: float | None = None,
+        extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, rebuildable: bool = False,
+        rebuild_s: float = 0.0, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
 
@@ -157,19 +161,23 @@ class Namespace:
         without, the answer is smaller. In a namespace of digests, `tokens` are those, one after the other. `extras` gives
         32-byte digests of extra keys by page. With a leased `base` the tokens (and the pages of `extras`) are those after it:
         a long context need not travel again. `hints` say whose turn it is; they count with a lease only. `estimate` asks what
-        loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded.
+        loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded. `rebuildable` asks how
+        many of the missing pages can be computed again from their recipes (`rebuildable_pages`); `rebuild_s` asks to have that done, and
+        waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it.
         """
         extra_pages, payload = with_extras(token_view(tokens), extras)
         message = MatchRequest(
             namespace=self.id, lease_ms=int(lease_s * 1000), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
-            base=base.lease if base is not None else 0, hints=hints_meta(hints), estimate=ask_meta(estimate),
+            base=base.lease if base is not None else 0, hints=hints_meta(hints), estimate=ask_meta(estimate), rebuildable=rebuildable,
+            rebuild_ms=int(rebuild_s * 1000),
         )  # fmt: skip
-        found, ids = await self.client.call(FrameType.MATCH, message, Matched, payload, timeout)
+        bound = self.client.timeout + rebuild_s if timeout is None and rebuild_s else timeout
+        found, ids = await self.client.call(FrameType.MATCH, message, Matched, payload, bound)
         runs, cut_runs = _part_runs(found.runs), _part_runs(found.cut_runs)
         own = DIGEST_BYTES * sum(pages * len(parts) for _, pages, parts in runs)
         match = Match(
             found.pages, found.tokens, found.known_pages, found.boundaries, found.dram_pages, found.lease, found.endpoint, found.epoch,
-            self, runs, ids[:own], estimate_of(found.estimate, self.spec.page_tokens),
+            self, runs, ids[:own], estimate_of(found.estimate, self.spec.page_tokens), rebuildable_pages=found.rebuildable_pages,
         )  # fmt: skip
         if cut_runs and match.estimate is not None:
             plan = match.estimate
@@ -218,7 +226,7 @@ class Namespace:
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
         spans: tuple[tuple[int, int], ...] | None = None, durable: bool = False, whole_s: float = 0.0,
         base: Match | None = None, extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None,
-        progress: Progress | None = None, timeout: float | None = None,
+        progress: Progress | None = None, recipe: Given | None = None, timeout: float | None = None,
     ) -> PutResult:  # fmt: skip
         """Put the pages of `tokens` (the whole prefix, whole pages) from `first_page` on.
 
@@ -229,7 +237,8 @@ class Namespace:
         Shards of one computation give the same `put_id` (16 bytes) and each its own parts; a page counts once all of them
         have put it. `whole_s`: how long to wait for the others. With a leased `base`, `tokens` (and the pages of `extras`)
         are those after it, while `first_page` and `spans` still count from the root; by default the put starts at the base.
-        `hints` say whose turn it was, and how it ended.
+        `hints` say whose turn it was, and how it ended. `recipe` is what is kept in place of the token ids, to compute the pages again,
+        where the namespace keeps recipes.
 
         Raises MissingParent if the pages before are not in the store, and NoSpace.
         """
@@ -255,7 +264,8 @@ class Namespace:
                 message = PutStart(
                     namespace=self.id, put_id=put_id, first_page=first, spans=its_spans, parts=part_list(ranges),
                     ack="durable" if durable else "memory", extra_pages=extra_pages, base=base.lease if base is not None else 0,
-                    hints=hints_meta(hints),
+                    hints=hints_meta(hints), recipe_kind=recipe.kind if recipe is not None else "",
+                    recipes=recipe.of(first - first_page, last - first_page, total - first_page) if recipe is not None else [],
                 )  # fmt: skip
                 one = await self._put_once(message, payload, source, layout, whole_s, progress)
                 done = PutResult(
@@ -346,14 +356,20 @@ class Namespace:
     # --- what is told about prefixes -----------------------------------------------------------------------------------
 
     async def prefetch(
-        self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, timeout: float | None = None
-    ) -> int:
+        self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, rebuild: bool = False,
+        within_s: float = 0.0, timeout: float | None = None,
+    ) -> int:  # fmt: skip
         """Bring the pages [first, last) of the longest usable prefix (all of it, if not given) into the daemon's DRAM.
 
-        Returns the blobs that were brought up. Stops early, without an error, where DRAM has no room.
+        Returns the blobs that were brought up. Stops early, without an error, where DRAM has no room. `rebuild` has what is gone computed
+        again ahead of need, if there is a worker for it, and it is likely to be there `within_s` (0: at any time).
         """
         first, last = pages or (0, -1)
-        done, _ = await self._about(FrameType.PREFETCH, tokens, extras, Prefetched, timeout, first_page=first, last_page=last)
+        extra_pages, payload = with_extras(token_view(tokens), extras)
+        message = Prefix(
+            namespace=self.id, extra_pages=extra_pages, first_page=first, last_page=last, rebuild=rebuild, within_ms=int(within_s * 1000)
+        )
+        done, _ = await self.client.call(FrameType.PREFETCH, message, Prefetched, payload, timeout)
         return int(done.blobs)
 
     async def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:

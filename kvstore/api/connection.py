@@ -15,7 +15,9 @@ from typing import TypeVar
 from kvstore import __version__
 from kvstore.api.auth import Grant, forbidden
 from kvstore.api.guard import Guard
-from kvstore.api.requests import ACCESS, QUICK, SLOW, Reply, Slow
+from kvstore.api.rebuilds import slow_match, waits
+from kvstore.api.replies import Reply
+from kvstore.api.requests import ACCESS, QUICK, SLOW, Slow
 from kvstore.api.sessions import Session, Sessions
 from kvstore.api.streaming import receive_slices, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack
@@ -190,8 +192,12 @@ class Connection:
             self._cancel(unpack(Cancel, meta).target)
         elif kind in QUICK:
             message_type, quick = QUICK[kind]
+            message = unpack(message_type, meta)
             try:
-                await self._send_reply(header.request, quick(self, unpack(message_type, meta), payload))
+                if waits(self, kind, message):
+                    await self._start(group, header, partial(self._slow, header.request, slow_match, message, payload))
+                else:
+                    await self._send_reply(header.request, quick(self, message, payload))
             except KVStoreError as error:
                 self._fatal_if_protocol(error)
                 await self._error(header.request, error)

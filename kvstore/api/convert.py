@@ -19,7 +19,7 @@ def namespace_info(space: Space) -> NamespaceInfo:
     return NamespaceInfo(
         id=space.id, name=settings.name, fingerprint=settings.fingerprint, spec=space.spec.to_dict(), recipes=settings.recipes,
         retention_s=settings.retention_s, pages=space.tree.page_count, blobs=space.blobs.count, dram_bytes=space.resident_bytes,
-        ttl_s=settings.ttl_s, **in_units(settings.prefill),
+        ttl_s=settings.ttl_s, rebuild=settings.rebuild, lossy=settings.lossy, **in_units(settings.prefill),
     )  # fmt: skip
 
 

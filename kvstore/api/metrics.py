@@ -39,6 +39,7 @@ class StoreCollector(Collector):
             pages.add_metric([space.id], space.tree.page_count)
             blobs.add_metric([space.id], space.blobs.count)
         yield from (pages, blobs)
+        yield from _rebuild_metrics(self._store)
         state = GaugeMetricFamily("kvstore_ssd_state", "1 for the state that the disk under the SSD tier is in", labels=["state"])
         for known in SSD_STATES:
             state.add_metric([known], self._store.ssd_state.state == known)
@@ -71,6 +72,23 @@ class StoreCollector(Collector):
             ("connections", "Data-plane connections", self._data_plane.connection_count),
         ):
             yield GaugeMetricFamily(f"kvstore_{name}", text, value=value)
+
+
+def _rebuild_metrics(store: Store) -> Iterator[Metric]:
+    recipes = GaugeMetricFamily("kvstore_recipes", "Recipes", labels=["namespace"])
+    jobs = GaugeMetricFamily("kvstore_rebuild_jobs_open", "Jobs to compute pages again", labels=["namespace", "state"])
+    largest = GaugeMetricFamily("kvstore_rebuild_drift_max_abs", "Largest absolute difference", labels=["namespace", "dtype"])
+    mean = GaugeMetricFamily("kvstore_rebuild_drift_mean_abs", "Mean absolute difference", labels=["namespace", "dtype"])
+    for space in store.all_spaces():
+        if space.text is None:
+            continue
+        recipes.add_metric([space.id], store.recipes.holding(space).recipes)
+        for state, count in zip(("waiting", "claimed"), store.rebuilding.jobs_of(space), strict=True):
+            jobs.add_metric([space.id, state], count)
+        for dtype, drift in store.rebuilding.report(space).drift.items():
+            largest.add_metric([space.id, dtype], drift.max_abs)
+            mean.add_metric([space.id, dtype], drift.mean_abs)
+    yield from (recipes, jobs, largest, mean)
 
 
 def _still_loading(store: Store) -> int:

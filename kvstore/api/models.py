@@ -18,6 +18,7 @@ from kvstore.store.cut import Ask
 from kvstore.store.rates import Rate
 from kvstore.store.recovery import LoadProgress
 from kvstore.store.scrub import ScrubProgress
+from kvstore.store.space import Rebuild
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.verify import CheckReport
@@ -104,6 +105,10 @@ class NamespaceBody(RequestModel):
     recipes: Annotated[bool, Field(description="allow token ids on disk")] = False
     retention_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="durable pages are kept at least so long"), WHOLE] = 86_400
     ttl_s: Annotated[int, Field(ge=0, le=_TEN_YEARS, description="pages that nobody used for so long are removed; 0 for never"), WHOLE] = 0
+    rebuild: Annotated[Rebuild, Field(description="what counts as the same page when it is computed again; `never` discards nothing")] = (
+        "exact"
+    )
+    lossy: Annotated[bool, Field(description="pages may be discarded before their recipes are durable")] = False
     prefill_us: PrefillUs = 0.0
     prefill_ns_per_position: PrefillNs = 0.0
 
@@ -121,6 +126,8 @@ class Namespace(ReplyModel):
     blobs: int
     dram_bytes: int
     ttl_s: Annotated[int, Field(description="0 for none")] = 0
+    rebuild: Rebuild = "exact"
+    lossy: bool = False
     prefill_us: Annotated[float, Field(description="microseconds to compute a token; 0 if nobody has said")] = 0.0
     prefill_ns_per_position: Annotated[float, Field(description="nanoseconds more for each token before it")] = 0.0
     tenant: Annotated[str | None, Field(description="to those who see several tenants'")] = None
@@ -156,12 +163,16 @@ class EstimateBody(RequestModel):
 _ESTIMATE = Field(description="say what loading costs beside computing, and where to cut between both")
 
 
+WaitS = Annotated[float, Field(ge=0, le=60, description="seconds to wait at most until missing pages are computed again; 0 asks for none")]
+
+
 class MatchByNumbers(RequestModel):
     """Tokens as numbers."""
 
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], WHOLE]
     parts: Annotated[bool, Field(description="list the parts too")] = False
     estimate: Annotated[EstimateBody | None, _ESTIMATE] = None
+    rebuild_s: WaitS = 0
 
     def token_bytes(self) -> bytes:
         """The tokens as the tree takes them."""
@@ -174,6 +185,7 @@ class MatchByBytes(RequestModel):
     tokens_base64: Annotated[str, Field(pattern=BASE64_PATTERN, json_schema_extra={"contentEncoding": "base64"})]
     parts: Annotated[bool, Field(description="list the parts too")] = False
     estimate: Annotated[EstimateBody | None, _ESTIMATE] = None
+    rebuild_s: WaitS = 0
 
     def token_bytes(self) -> bytes:
         """The tokens as the tree takes them. Raises BadRequest."""
@@ -244,6 +256,7 @@ class Match(ReplyModel):
     tokens: int
     known_pages: Annotated[int, Field(description="how far the pages go; `pages` is the longest usable boundary among them")]
     dram_pages: int
+    rebuildable_pages: Annotated[int, Field(description="after `pages`, that are gone but can be computed again")] = 0
     epoch: int
     endpoints: list[str]
     runs: list[PartRun] | None = None

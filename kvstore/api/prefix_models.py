@@ -11,11 +11,12 @@ from kvstore.hints import MAX_SESSION_BYTES
 from kvstore.store.leases import MAX_PIN_S
 
 
-def _exactly_one(*names: str) -> ConfigDict:
+def exactly_one(*names: str) -> ConfigDict:
+    """A model of which one of these fields has to be given."""
     return ConfigDict(json_schema_extra={"oneOf": [{"required": [name]} for name in names]})
 
 
-_PREFIX = ("tokens", "tokens_base64")
+PREFIX = ("tokens", "tokens_base64")
 _LARGEST = (1 << 53) - 1
 FromToken = Annotated[int, Field(ge=0, le=_LARGEST, description="from the page on that this token is in"), WHOLE]
 
@@ -23,8 +24,8 @@ FromToken = Annotated[int, Field(ge=0, le=_LARGEST, description="from the page o
 class PrefixBody(RequestModel):
     """A prefix: either its tokens, or those as uint32, little-endian, in base64 (where pages are labelled with digests, the digests)."""
 
-    model_config = _exactly_one(*_PREFIX)
-    one_of: ClassVar[tuple[str, ...]] = _PREFIX
+    model_config = exactly_one(*PREFIX)
+    one_of: ClassVar[tuple[str, ...]] = PREFIX
 
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], WHOLE] = Field(default_factory=list)
     tokens_base64: Annotated[str, Field(pattern=BASE64_PATTERN, json_schema_extra={"contentEncoding": "base64"})] = ""
@@ -47,10 +48,15 @@ class PrefetchBody(PrefixBody):
 
     first_page: Annotated[int, Field(ge=0, le=_LARGEST), WHOLE] = 0
     last_page: Annotated[int, Field(ge=-1, le=_LARGEST, description="the page after the last one; -1 for all there are"), WHOLE] = -1
+    rebuild: Annotated[bool, Field(description="have what is gone computed again, if that pays")] = False
+    within_s: Annotated[float, Field(ge=0, le=86_400, description="it pays only if it is there by then; 0 for at any time")] = 0
 
 
-class WhyBody(PrefetchBody):
+class WhyBody(PrefixBody):
     """Body of POST /v1/namespaces/{namespace}/why."""
+
+    first_page: Annotated[int, Field(ge=0, le=_LARGEST), WHOLE] = 0
+    last_page: Annotated[int, Field(ge=-1, le=_LARGEST, description="the page after the last one; -1 for all there are"), WHOLE] = -1
 
 
 class PinBody(PrefixBody):
@@ -68,8 +74,8 @@ class DeleteBody(PrefixBody):
 class AbandonBody(PrefixBody):
     """Body of POST /v1/namespaces/{namespace}/abandon: a prefix, or a session as it is named in hints."""
 
-    model_config = _exactly_one(*_PREFIX, "session")
-    one_of: ClassVar[tuple[str, ...]] = (*_PREFIX, "session")
+    model_config = exactly_one(*PREFIX, "session")
+    one_of: ClassVar[tuple[str, ...]] = (*PREFIX, "session")
 
     session: Annotated[str, Field(min_length=1, max_length=MAX_SESSION_BYTES, description="at most 64 bytes of UTF-8")] = ""
     from_token: FromToken = 0
@@ -87,6 +93,8 @@ class Prefetched(ReplyModel):
     pages: Annotated[int, Field(description="pages asked about")]
     blobs: int
     nbytes: int
+    rebuilding_pages: Annotated[int | None, Field(description="more, that are being computed again")] = None
+    why_not: Annotated[str | None, Field(description="why no others are")] = None
 
 
 class Pinned(ReplyModel):

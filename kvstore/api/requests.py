@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, cast
 
+from kvstore.api import rebuilds
 from kvstore.api.auth import Access
-from kvstore.api.convert import boundary_runs, hints_of, namespace_info, part_list, part_ranges, part_runs, split_tokens
-from kvstore.api.estimates import ask_of, estimate_meta, prefill_of
-from kvstore.api.sessions import Session
+from kvstore.api.convert import hints_of, namespace_info, part_list, part_ranges, split_tokens
+from kvstore.api.estimates import ask_of, prefill_of
+from kvstore.api.replies import OK, Context, Reply, matched, space_of
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import (
     Affected,
@@ -21,7 +21,6 @@ from kvstore.api.wire.messages import (
     FollowedPuts,
     Leased,
     LeaseRequest,
-    Matched,
     MatchRequest,
     Message,
     NamespaceList,
@@ -37,41 +36,18 @@ from kvstore.api.wire.messages import (
 from kvstore.errors import BadRequest
 from kvstore.hints import Hints
 from kvstore.kvspec import KVSpec
-from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
+from kvstore.store import Ack, NamespaceSettings, PutRequest
+from kvstore.store.space import Rebuild
 
 MAX_COMMIT_WAIT_MS = 60_000
 
 
-class Context(Protocol):
-    """Who asks, and whom."""
-
-    store: Store
-    session: Session
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A reply frame to be."""
-
-    type: FrameType
-    message: Message
-    payload: bytes = b""
-
-
-_OK = Reply(FrameType.OK, Empty())
-
-
-def _space(context: Context, name: str) -> Space:
-    return context.store.space(context.session.tenant, name)
-
-
 def _ping(context: Context, message: Empty, payload: bytes) -> Reply:
-    return _OK
+    return OK
 
 
 def _get_namespace(context: Context, message: NamespaceName, payload: bytes) -> Reply:
-    return Reply(FrameType.NAMESPACE, namespace_info(_space(context, message.namespace)))
+    return Reply(FrameType.NAMESPACE, namespace_info(space_of(context, message.namespace)))
 
 
 def _list_namespaces(context: Context, message: Empty, payload: bytes) -> Reply:
@@ -80,25 +56,14 @@ def _list_namespaces(context: Context, message: Empty, payload: bytes) -> Reply:
 
 
 def _match(context: Context, message: MatchRequest, payload: bytes) -> Reply:
-    store, space = context.store, _space(context, message.namespace)
+    store, space = context.store, space_of(context, message.namespace)
     tokens, extras = split_tokens(payload, message.extra_pages)
     match = store.match(
         space, tokens, extras, owner=context.session.owner, lease_s=message.lease_ms / 1000, parts=message.parts,
         boundaries=message.boundaries, base=message.base, hints=hints_of(message.hints), ask=ask_of(message.estimate),
         link_bytes_s=context.session.link.bytes_s,
     )  # fmt: skip
-    ids = [table.ids for table in (match.parts, match.cut_parts) if table is not None]
-    return Reply(
-        FrameType.MATCHED,
-        Matched(
-            pages=match.pages, tokens=match.tokens, known_pages=match.known_pages,
-            boundaries=boundary_runs(match.boundaries), dram_pages=match.dram_pages, epoch=store.epoch, endpoint=context.endpoint,
-            lease=match.lease.id if match.lease else 0, lease_ms=message.lease_ms if match.lease else 0,
-            runs=part_runs(match.parts) if match.parts else [], estimate=estimate_meta(match.estimate),
-            cut_runs=part_runs(match.cut_parts) if match.cut_parts else [],
-        ),
-        b"".join(ids),
-    )  # fmt: skip
+    return matched(context, message, match)
 
 
 def _renew(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
@@ -108,26 +73,27 @@ def _renew(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
 
 def _release(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
     context.store.release_lease(context.session.owner, message.lease)
-    return _OK
+    return OK
 
 
 def _abort(context: Context, message: PutHandle, payload: bytes) -> Reply:
     context.store.abort_put(context.store.get_put(context.session.owner, message.handle))
-    return _OK
+    return OK
 
 
 async def _create_namespace(context: Context, message: CreateNamespace, payload: bytes) -> Reply:
     settings = NamespaceSettings(
         tenant=context.session.tenant, name=message.name, fingerprint=message.fingerprint,
         spec=KVSpec.from_dict(message.spec), recipes=message.recipes, retention_s=message.retention_s, ttl_s=message.ttl_s,
+        rebuild=cast(Rebuild, message.rebuild), lossy=message.lossy,
         prefill=prefill_of(message.prefill_us, message.prefill_ns_per_position),
     )  # fmt: skip
     return Reply(FrameType.NAMESPACE, namespace_info(await context.store.create_namespace(settings)))
 
 
 async def _drop_namespace(context: Context, message: NamespaceName, payload: bytes) -> Reply:
-    await context.store.drop_namespace(_space(context, message.namespace))
-    return _OK
+    await context.store.drop_namespace(space_of(context, message.namespace))
+    return OK
 
 
 async def _put(context: Context, message: PutStart, payload: bytes) -> Reply | None:
@@ -139,8 +105,10 @@ async def _put(context: Context, message: PutStart, payload: bytes) -> Reply | N
     request = PutRequest(
         message.put_id, tokens, extras, message.first_page, part_ranges(message.parts), ack, tuple(message.spans), hints_of(message.hints)
     )
-    space = _space(context, message.namespace)
+    space = space_of(context, message.namespace)
     put = await context.store.begin_put(context.session.owner, space, request, message.base, message.handle)
+    if message.recipe_kind:
+        rebuilds.give_recipes(context, put, message)
     if put.at_once:
         return None  # its COMMIT will be answered
     ready = PutReady(handle=put.handle, first_needed=put.first_needed, total_pages=put.total_pages, wanted=put.wanted_runs())
@@ -166,23 +134,26 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
 
 async def _prefetch(context: Context, message: Prefix, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
-    found = await context.store.prefixes.prefetch(_space(context, message.namespace), tokens, extras, message.first_page, message.last_page)
-    return Reply(FrameType.PREFETCHED, Prefetched(pages=found[0], blobs=found[1], nbytes=found[2]))
+    store, space = context.store, space_of(context, message.namespace)
+    rebuilding, why_not = await store.rebuilding.ahead(space, tokens, extras, message.within_ms / 1000) if message.rebuild else (0, "")
+    pages, blobs, nbytes = await store.prefixes.prefetch(space, tokens, extras, message.first_page, message.last_page)
+    done = Prefetched(pages=pages, blobs=blobs, nbytes=nbytes, rebuilding_pages=rebuilding, why_not=why_not)
+    return Reply(FrameType.PREFETCHED, done)
 
 
 def _pin(context: Context, message: Prefix, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
-    pin = context.store.prefixes.pin(_space(context, message.namespace), tokens, extras, message.ttl_ms / 1000)
+    pin = context.store.prefixes.pin(space_of(context, message.namespace), tokens, extras, message.ttl_ms / 1000)
     return Reply(FrameType.PINNED, Pinned(namespace=message.namespace, pin=pin.id, pages=pin.pages))
 
 
 def _unpin(context: Context, message: Pinned, payload: bytes) -> Reply:
-    context.store.prefixes.unpin(_space(context, message.namespace), message.pin)
-    return _OK
+    context.store.prefixes.unpin(space_of(context, message.namespace), message.pin)
+    return OK
 
 
 def _abandon(context: Context, message: Prefix, payload: bytes) -> Reply:
-    space, prefixes = _space(context, message.namespace), context.store.prefixes
+    space, prefixes = space_of(context, message.namespace), context.store.prefixes
     tokens, extras = split_tokens(payload, message.extra_pages)
     if message.session and tokens:
         raise BadRequest("abandon either a session or a prefix")
@@ -195,12 +166,12 @@ def _abandon(context: Context, message: Prefix, payload: bytes) -> Reply:
 
 async def _delete(context: Context, message: Prefix, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
-    pages = await context.store.prefixes.delete(_space(context, message.namespace), tokens, extras, message.first_page)
+    pages = await context.store.prefixes.delete(space_of(context, message.namespace), tokens, extras, message.first_page)
     return Reply(FrameType.AFFECTED, Affected(pages=pages))
 
 
 async def _follow(context: Context, message: Follow, payload: bytes) -> Reply:
-    space, wait_s = _space(context, message.namespace), min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000
+    space, wait_s = space_of(context, message.namespace), min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000
     puts = await context.store.following.follow(context.session.owner, space, message.put_id, message.beyond, wait_s)
     items = [
         FollowedPut(
@@ -215,7 +186,7 @@ async def _follow(context: Context, message: Follow, payload: bytes) -> Reply:
 async def _outcome(context: Context, message: Outcome, payload: bytes) -> Reply:
     wait_s = min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000
     await context.store.following.outcome(context.session.owner, message.handle, wait_s)
-    return _OK
+    return OK
 
 
 Quick = Callable[[Context, Any, bytes], Reply]
@@ -232,6 +203,7 @@ QUICK: dict[FrameType, tuple[type[Message], Quick]] = {
     FrameType.PIN: (Prefix, _pin),
     FrameType.UNPIN: (Pinned, _unpin),
     FrameType.ABANDON: (Prefix, _abandon),
+    **rebuilds.QUICK,
 }
 """Answered at once, in the order in which they came."""
 
@@ -244,6 +216,7 @@ SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
     FrameType.OUTCOME: (Outcome, _outcome),
     FrameType.PREFETCH: (Prefix, _prefetch),
     FrameType.DELETE: (Prefix, _delete),
+    **rebuilds.SLOW,
 }
 """Answered by a task each, in any order; a put that is sent at once is answered only if it fails."""
 
@@ -269,5 +242,12 @@ ACCESS: dict[FrameType, Access] = {
     FrameType.UNPIN: Access.WRITE,
     FrameType.ABANDON: Access.WRITE,
     FrameType.DELETE: Access.WRITE,
+    FrameType.DROP: Access.WRITE,
+    FrameType.RECIPES: Access.READ,
+    FrameType.RECIPES_DELETE: Access.WRITE,
+    FrameType.REBUILD: Access.READ,
+    FrameType.REBUILD_CLAIM: Access.WRITE,
+    FrameType.REBUILD_RENEW: Access.WRITE,
+    FrameType.REBUILD_END: Access.WRITE,
 }
 """What each frame of a client asks for. One that is not here is refused to everybody."""

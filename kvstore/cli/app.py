@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import check, data, doctor, namespaces, plan, prefixes, serve, simulate, watch, why
+from kvstore.cli import check, data, doctor, namespaces, plan, prefixes, serve, simulate, text, watch, why
 from kvstore.cli.common import credentials, print_error
 from kvstore.errors import KVStoreError
 
@@ -30,6 +30,9 @@ app.command()(why.why)
 app.command()(data.put)
 app.command()(data.get)
 app.command()(data.match)
+app.command()(text.recipes)
+app.command()(text.drop)
+app.command()(text.rebuild)
 for command in (prefixes.prefetch, prefixes.pin, prefixes.unpin, prefixes.abandon, prefixes.delete):
     app.command()(command)
 

@@ -144,9 +144,10 @@ def _progress(*, quiet: bool) -> Iterator[Tell]:
 
 def _show(report: dict[str, Any]) -> None:
     spaces = {space["id"]: space for space in report["namespaces"]}
-    pages, lost = (sum(space[key] for space in spaces.values()) for key in ("pages", "lost_pages"))
+    pages, lost, recipes = (sum(space[key] for space in spaces.values()) for key in ("pages", "lost_pages", "recipes"))
     typer.echo(
         f"checked {len(spaces)} namespaces: {pages:,} pages, {report['checked_blobs']:,} blobs, "
+        f"{recipes:,} recipes, "
         f"{size_text(report['checked_bytes'])} in {report['seconds']:.1f} s"
     )
     for note in report["notes"]:

@@ -59,6 +59,10 @@ def create(
     ttl: Annotated[int, typer.Option(help="Seconds without use after which pages are removed; 0 for never.")] = 0,
     prefill_us: PrefillOption = 0.0,
     prefill_ns_per_position: PositionOption = 0.0,
+    rebuild: Annotated[
+        str, typer.Option(help="What counts as the same page when it is computed again: exact, tolerant or never.")
+    ] = "exact",
+    lossy: Annotated[bool, typer.Option("--lossy", help="Pages may be discarded before their recipes are durable.")] = False,
     http: HttpOption = DEFAULT_HTTP,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,6 +77,8 @@ def create(
         "ttl_s": ttl,
         "prefill_us": prefill_us,
         "prefill_ns_per_position": prefill_ns_per_position,
+        "rebuild": rebuild,
+        "lossy": lossy,
     }
     made = http_json(http, "/v1/namespaces", method="POST", body=body)
     if as_json:

@@ -20,6 +20,8 @@ ANONYMOUS = 8
 """Page flag: somebody who named no session has used it."""
 BRANCHED = 16
 """Page flag: a sub-agent has used it."""
+RECIPE = 32
+"""Page flag: what it takes to compute it again is durable."""
 RECENCY_DEPTH_BITS = 24
 MAX_DEPTH = (1 << RECENCY_DEPTH_BITS) - 1
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvstore.kvspec import PartRange
 from kvstore.radix.check import check as check_tree
-from kvstore.radix.pages import Slots
+from kvstore.radix.pages import GHOST, RECIPE, Slots
 from kvstore.store.pending import Pending, overlap, whole_components
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -22,6 +22,7 @@ def check(store: Store) -> None:
         check_tree(space.tree)
         used[space.settings.tenant] += check_blobs(space, store.pending_of(space))
         _check_leases(store, space)
+        _check_recipe_flags(space)
         store.replacement.check(space)
     held = store.usage()["dram"].used
     assert held == used.total(), f"{held} bytes of DRAM are taken, the blobs account for {used.total()}"
@@ -29,6 +30,32 @@ def check(store: Store) -> None:
         held = store.usage_of(tenant)["dram"].used
         assert held == nbytes, f"{held} bytes of DRAM are counted for tenant {tenant}, its blobs account for {nbytes}"
         assert not store.quotas.in_flight(tenant), f"{store.quotas.in_flight(tenant)} bytes of tenant {tenant} are in flight"
+
+
+def _check_recipe_flags(space: Space) -> None:
+    flags = space.tree.pages.flags
+    flagged = np.flatnonzero((flags[: space.tree.pages.ranges.high] & RECIPE) != 0)
+    assert space.text is not None or not len(flagged), "a page has a recipe, and its namespace keeps none"
+    assert not (flags[flagged] & GHOST).any(), "a ghost counts as a page with a recipe"
+
+
+def check_recipes_there(store: Store) -> None:
+    """Raise AssertionError unless every page that may be discarded for its recipe has one, and the counts are right. Blocking."""
+    file = store.recipes.file
+    for space in store.all_spaces():
+        slots = space.tree.live_slots()
+        slots = slots[(space.tree.pages.flags[slots] & RECIPE) != 0]
+        have = file.have(space.number, space.digest, [space.tree.pages.key_bytes(int(slot)) for slot in slots])
+        assert all(have), f"{have.count(False)} pages count as having a recipe, and have none"
+        found, after = 0, None
+        while True:
+            count, bad, after = file.scan(space.number, space.digest, after)
+            assert not bad, "a recipe does not verify"
+            found += count
+            if after is None:
+                break
+        counted = store.recipes.holding(space).recipes
+        assert found == counted, f"{counted} recipes are counted, there are {found}"
 
 
 def check_counts(space: Space) -> None:

@@ -14,12 +14,13 @@ import numpy as np
 
 from kvstore.errors import Cancelled, NotFound
 from kvstore.radix.check import check_links, check_place, check_run, is_node
+from kvstore.radix.pages import RECIPE
 from kvstore.radix.structure import ROOT
 from kvstore.store.check import check_counts
 from kvstore.store.residency import Held
 from kvstore.store.space import Space
 from kvstore.store.store import Store
-from kvstore.store.verify import CheckProgress, CheckReport, NamespaceChecked, needed_by, note_losses
+from kvstore.store.verify import CheckProgress, CheckReport, NamespaceChecked, check_recipes, needed_by, note_losses
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.ssd import BlobFile, verify_stored
 
@@ -31,6 +32,7 @@ _BATCH_BLOBS = 16
 """Pinned blobs can't be moved: a batch is small beside any DRAM tier."""
 _LINKED = 256
 """The children of a node are looked at together up to so many; beyond, each only at its own turn."""
+_FLAGGED = 2048
 _COUNTED_PAGES = 50_000
 """Counts are compared in one go, which takes milliseconds up to here; beyond, it is left to a check of the stopped store."""
 _TELL_S = 0.2
@@ -69,6 +71,7 @@ async def check_running(
         async with contextlib.aclosing(check.blobs(space, checked)) as steps:
             async for told in steps:
                 yield told
+        await check.recipes(space, checked)
     check.report.seconds = round(time.monotonic() - check.started, 3)
     yield check.report
 
@@ -133,6 +136,31 @@ class _Check:
                 await asyncio.sleep(0)
                 self._go_on()
                 slice_end = time.perf_counter() + _SLICE_S
+
+    async def recipes(self, space: Space, checked: NamespaceChecked) -> None:
+        """Verify every recipe."""
+        if space.text is None or space.dropped:
+            return
+        try:
+            found = self._store.readers.submit(check_recipes, self.report, self._store.recipes.file, space, checked)
+        except RuntimeError:  # the store has closed its threads
+            raise Cancelled("the check ended early: the daemon is stopping") from None
+        await asyncio.wrap_future(found)
+        self._go_on()
+        await self._flagged(space, checked)
+
+    async def _flagged(self, space: Space, checked: NamespaceChecked) -> None:
+        """See whether the pages that may be discarded for their recipes have them."""
+        pages, first = space.tree.pages, 0
+        while first < pages.ranges.high and not space.dropped:
+            slots = np.arange(first, min(first + _FLAGGED, pages.ranges.high))
+            keys = [pages.key_bytes(slot) for slot in slots[(pages.flags[slots] & RECIPE) != 0].tolist()]
+            for key, has in zip(keys, await self._store.recipes.have(space, keys), strict=True):
+                if not has and (slot := pages.find_key(key)) >= 0 and pages.flags[slot] & RECIPE:  # still so
+                    checked.lost_recipes += 1
+                    self.report.add("recipe", space.id, f"the recipe of page {key.hex()[:16]}… is gone; a restart writes it again")
+            first += _FLAGGED
+            self._go_on()
 
     # --- blobs ---------------------------------------------------------------------------------------------------------
 

@@ -20,9 +20,10 @@ from kvstore.store.datadir import DataDir
 from kvstore.store.recovery import prepare
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.stats import Stats
-from kvstore.store.verify import MAX_DAMAGE, CheckProgress, CheckReport, NamespaceChecked, needed_by, note_losses
+from kvstore.store.verify import MAX_DAMAGE, CheckProgress, CheckReport, NamespaceChecked, check_recipes, needed_by, note_losses
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.ssd import BlobFile
+from kvstore.tiers.text import RecipeFile
 
 _THREADS = 4
 _BATCH_BYTES = 8 << 20
@@ -55,11 +56,12 @@ class _Check:
 
     def run(self) -> CheckReport:
         started = time.monotonic()
-        for path in (self._directory.journal, self._directory.blobs):
+        for path in (self._directory.journal, self._directory.blobs, self._directory.recipes):
             if is_marked(path):
                 self._report.add("structure", "", f"{path.name}: LMDB met damage here before; the next start saves what can be read")
         self._read_journal()
         self._read_blobs()
+        self._read_recipes()
         self._report.seconds = round(time.monotonic() - started, 3)
         return self._report
 
@@ -150,6 +152,28 @@ class _Check:
                 self._structure("blobs", error)
         finally:
             blob_file.close()
+
+    def _read_recipes(self) -> None:
+        if not self._directory.recipes.exists():  # as daemons left it that knew of none
+            return
+        try:
+            recipes = RecipeFile(self._directory.recipes, readonly=True)
+        except (lmdb.Error, DataDirError) as error:
+            self._structure("recipes", error)
+            return
+        try:
+            known = {space.number: (space, checked) for space, checked in self._spaces}
+            for number in recipes.numbers():
+                if number in known:
+                    check_recipes(self._report, recipes, *known[number])
+                else:
+                    self._report.notes.append(f"recipes of namespace number {number}, which is no more: they go at the next start")
+            if not recipes.sound:
+                self._report.add("recipe", "", "recipes: the indices do not account for what is there; the next start makes them anew")
+        except lmdb.Error as error:
+            self._structure("recipes", error)
+        finally:
+            recipes.close()
 
     def _lose_all(self, space: Space, checked: NamespaceChecked) -> None:
         if checked.blobs:

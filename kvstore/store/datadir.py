@@ -26,6 +26,7 @@ class DataDir:
         self.path = path
         self.journal = path / "journal"
         self.blobs = path / "blobs"
+        self.recipes = path / "recipes"
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

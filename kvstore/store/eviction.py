@@ -4,14 +4,14 @@ A page's required components are one unit, of the value that the policy gives to
 old as the last use of a boundary that needed it: a window part behind every boundary in use goes long before its page.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.radix.leaf_first import least
-from kvstore.radix.pages import DURABLE, Slots
+from kvstore.radix.pages import DURABLE, RECIPE, Slots
 from kvstore.store.space import WANTED, Space
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import slot_bytes_for
@@ -89,12 +89,15 @@ def _valued(each: list[tuple[Space, _Units]], wanted: int, worth: Worth) -> list
     return found
 
 
-def dram_victims(spaces: list[Space], wanted: int, worth: Worth, *, only_written: bool = False) -> list[Unit]:
+def dram_victims(
+    spaces: list[Space], wanted: int, worth: Worth, *, only_written: bool = False, refusing: Container[int] = ()
+) -> list[Unit]:
     """The least valuable unleased units of all namespaces that together hold `wanted` bytes in DRAM, the least first.
 
-    With `only_written`, only of pages that are on SSD as they are.
+    With `only_written`, only of pages that are on SSD as they are; so too of the namespaces (by number) that are `refusing` to
+    discard what can't be written.
     """
-    each = [(space, _in_dram(space, only_written=only_written)) for space in spaces]
+    each = [(space, _in_dram(space, only_written=only_written or space.number in refusing)) for space in spaces]
     valued = _valued([(space, units) for space, units in each if len(units.slot)], wanted, worth)
     found = [unit for space, units in valued for unit in _listed(space, units.least(-(-wanted // int(units.nbytes.min()))))]
     found.sort(key=lambda unit: (unit.value, unit.recency))
@@ -159,12 +162,15 @@ def free_dram(unit: Unit) -> int:
     return freed
 
 
-def drop(unit: Unit) -> None:
-    """Give a unit up in all tiers, unless its page is leased or gone."""
+def drop(unit: Unit) -> bool:
+    """Give a unit up in all tiers, unless its page is leased or gone. False if the namespace does not let it go."""
     space = unit.space
     slot = space.tree.pages.find_key(unit.key)
     if slot < 0 or space.tree.pages.leases[slot]:
-        return
+        return True
+    if space.keeps_all or (unit.required and not space.tree.pages.flags[slot] & DURABLE and not space.may_discard(slot)):
+        space.stats.kept_units += 1
+        return False
     if unit.required and space.tree.pages.flags[slot] & DURABLE:  # only what was added to it since is not on SSD
         space.stats.dropped_parts += 1
         space.drop_components(slot, space.unnamed_components(slot))
@@ -174,6 +180,7 @@ def drop(unit: Unit) -> None:
     else:
         space.stats.dropped_parts += 1
         space.drop_components(slot, unit.components)
+    return True
 
 
 def evict_ssd(space: Space, wanted: int, now: float, footprint: Callable[[int], int], worth: Worth) -> int:
@@ -182,7 +189,11 @@ def evict_ssd(space: Space, wanted: int, now: float, footprint: Callable[[int], 
     Pages that are leased, retained or wanted stay. `footprint` says what a stored form takes up on SSD.
     """
     tree = space.tree
+    if space.keeps_all:
+        return 0
     slots = tree.live_slots()
+    if space.guarded:
+        slots = slots[(tree.pages.flags[slots] & RECIPE) != 0]
     slots = slots[(tree.pages.flags[slots] & (DURABLE | WANTED)) == DURABLE]
     slots = slots[(tree.pages.leases[slots] == 0) & (tree.pages.retain[slots] <= now)]
     owner, part = tree.parts.of(tree.pages.part[slots])
@@ -206,6 +217,8 @@ def _give_up_on_ssd(unit: Unit, footprint: Callable[[int], int]) -> int:
     space = unit.space
     slot = space.tree.pages.find_key(unit.key)
     if slot < 0 or not space.tree.pages.flags[slot] & DURABLE:
+        return 0
+    if unit.required and not space.may_discard(slot):
         return 0
     blobs, outdated = space.trash_marks()
     if unit.required:

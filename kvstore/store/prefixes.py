@@ -7,11 +7,13 @@ import numpy as np
 
 from kvstore.errors import BadRequest, Busy, Conflict, NotFound
 from kvstore.hints import Hints
-from kvstore.radix.pages import ANONYMOUS
+from kvstore.radix.below import with_all_below
+from kvstore.radix.pages import ANONYMOUS, GHOST, RECIPE
 from kvstore.radix.tree import Extras, Path
 from kvstore.store.abandoning import abandon_line
 from kvstore.store.leases import Lease, Leases
 from kvstore.store.matching import known_path, usable_path
+from kvstore.store.recipes import Recipes
 from kvstore.store.residency import Residency
 from kvstore.store.session_ends import Line
 from kvstore.store.space import Space
@@ -20,12 +22,14 @@ from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT
 
 _AT_ONCE = 4
+_FLUSH_S = 10.0
 
 
 class Prefixes:
     """See the module's text."""
 
-    def __init__(self, residency: Residency, writeback: Writeback, pins: Leases, uses: Uses) -> None:
+    def __init__(self, residency: Residency, writeback: Writeback, pins: Leases, uses: Uses, recipes: Recipes) -> None:
+        self._recipes = recipes
         self._residency = residency
         self._writeback = writeback
         self._pins = pins
@@ -119,15 +123,43 @@ class Prefixes:
             raise BadRequest(f"from_page is {from_page}")
         if space.loading:
             raise Busy(f"namespace {space.settings.name!r} is still being loaded: nothing can be deleted yet", retry_after_ms=500)
-        if from_page >= path.pages:
+        key = None
+        if space.text is not None:
+            key = await self._recipes.key_at(space, tokens, extras, from_page)
+            path = known_path(space, tokens, extras)
+        removed = 0
+        if from_page < path.pages:
+            removed = self._remove(space, path, from_page, ghosts=False)
+            await self._writeback.emptied()
+        if key is not None:
+            await self._recipes.delete(space, key)
+        return removed
+
+    async def drop(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
+        """Give up the page `from_page` of a prefix and all below it on DRAM and SSD, and keep their recipes. Returns the pages.
+
+        Raises Conflict if the namespace has none, or a page has none, or is leased.
+        """
+        if space.text is None:
+            raise Conflict("this namespace keeps no recipes: its pages could not be computed again")
+        await self._recipes.flush(_FLUSH_S)
+        path = known_path(space, tokens, extras)
+        if not 0 <= from_page < path.pages:
             return 0
-        tree = space.tree
-        slot = int(tree.path_slots(path)[from_page])
-        if tree.pages.leases[slot]:
-            raise Conflict(f"page {from_page} of this prefix is leased, pinned or being put: try again later")
-        removed = space.remove_page(slot, ghosts=False)
+        slots = with_all_below(space.tree, space.tree.path_slots(path)[from_page : from_page + 1])
+        without = int(np.count_nonzero((space.tree.pages.flags[slots] & (RECIPE | GHOST)) == 0))
+        if without:
+            raise Conflict(f"{without} of these pages have no recipe, and would be lost: delete them, or put them again")
+        removed = self._remove(space, path, from_page, ghosts=True)
+        space.stats.text_pages += removed
         await self._writeback.emptied()
         return removed
+
+    def _remove(self, space: Space, path: Path, from_page: int, *, ghosts: bool) -> int:
+        slot = int(space.tree.path_slots(path)[from_page])
+        if space.tree.pages.leases[slot]:
+            raise Conflict(f"page {from_page} of this prefix is leased, pinned or being put: try again later")
+        return space.remove_page(slot, ghosts=ghosts)
 
 
 def rows_to_load(space: Space, path: Path, first: int, last: int) -> list[int]:

@@ -80,6 +80,10 @@ class Residency:
         self._loading: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._staging = asyncio.Semaphore(_STAGING_BLOBS)
         self._moving = False
+        self._refused: set[int] = set()
+        """Namespaces that did not let something go that can't be written."""
+        self._held_up = ""
+        """Why the last pass of the mover freed nothing, if that is for good."""
         self.writeback: Writeback
 
     # --- allocation ----------------------------------------------------------------------------------------------------
@@ -122,6 +126,8 @@ class Residency:
                 if not over and await self._find_room(slot_class, max(0.0, deadline - loop.time()), evicting=demand > 0):
                     continue
                 if loop.time() >= deadline:
+                    if self._held_up:
+                        raise NoSpace(f"no DRAM free for {slot_class.slot_bytes} bytes: {self._held_up}")
                     why = f"no DRAM free for {slot_class.slot_bytes} bytes" + (" within this tenant's quota" if over else "")
                     raise Busy(why, retry_after_ms=max(50, int(1000 * wait_s)))
                 wanted = 0 if over else slot_class.slot_bytes  # who is over its quota makes nobody else's pages go
@@ -256,7 +262,10 @@ class Residency:
         space.pin(row)
         try:
             stored = space.stored_bytes(row)
-            slot = await self.allocate(space, stored, wait_s=min(0.1, self._wait_s))
+            try:
+                slot = await self.allocate(space, stored, wait_s=min(0.1, self._wait_s))
+            except NoSpace as error:  # it is read around DRAM then
+                raise Busy(error.message, retry_after_ms=1000) from error
             try:
                 await self._read(space, row, self._arena.view(slot)[:stored])
             except BaseException:
@@ -351,14 +360,26 @@ class Residency:
         self._vacator.keep_headroom()
 
     async def reclaim(self, wanted: int, tenant: str | None = None) -> int:
-        """Free about so many bytes of DRAM (of a tenant's own, if given), of the pages that are worth the least. Returns the bytes."""
+        """Free about so many bytes of DRAM (of a tenant's own, if given), of the pages that are worth the least. Returns the bytes.
+
+        What may not be discarded, and can't be written, is passed over.
+        """
+        refusing: set[int] = set()
+        while (freed := await self._reclaim_once(wanted, tenant, refusing)) <= 0 and self._refused - refusing:
+            refusing |= self._refused
+        self._held_up = "what is there may not be discarded, and SSD is full" if freed <= 0 and refusing else ""
+        return freed
+
+    async def _reclaim_once(self, wanted: int, tenant: str | None, refusing: set[int]) -> int:
         freed, pending = 0, []
+        self._refused = set()
         await self._replacement.catch_up()
         await self._replacement.give_up_waiting()
         if tenant is None:
             self._replacement.resize(DRAM, self._of(None))
         worth = partial(self._worth_in_dram, whole=tenant is None)
-        for number, unit in enumerate(dram_victims(self._of(tenant), wanted, worth, only_written=not self.writeback.state.ok), 1):
+        victims = dram_victims(self._of(tenant), wanted, worth, only_written=not self.writeback.state.ok, refusing=refusing)
+        for number, unit in enumerate(victims, 1):
             if not number % _UNITS_AT_A_TIME:
                 await asyncio.sleep(0)
             if (slot := unit.slot_unless_used()) < 0:
@@ -396,11 +417,10 @@ class Residency:
             asked = distinct(slots)
             admitted = np.isin(slots, asked[self._replacement.admits(space, asked)])
             for unit, wanted in zip(mine, admitted.tolist(), strict=True):
-                if wanted or not unit.required:
+                if wanted or not unit.required or not drop(unit):
                     kept.append(unit)
                 else:
                     self._stats.refused_pages += 1
-                    drop(unit)
         return kept
 
     def _worth_in_dram(self, candidates: list[tuple[Space, Slots]], wanted: int, *, whole: bool) -> list[Values]:
@@ -415,23 +435,29 @@ class Residency:
         for unit in units:
             by_space.setdefault(unit.space.number, (unit.space, []))[1].append(unit.key)
         stay: set[int] = set()
+        refused: dict[int, str] = {}
         for space, keys in by_space.values():
             try:
                 await self.writeback.make_durable(space, keys)
             except NoSpace as error:
                 if self.writeback.state.ok:
-                    _log.warning("dropping %d pages from DRAM: %s", len(keys), error.message)
+                    refused[space.number] = error.message
                 else:
                     stay.add(space.number)  # the disk may have room again soon
             except (Busy, DiskFailing):
                 stay.add(space.number)
+        dropped = 0
         for unit in units:
             if (slot := unit.slot_unless_used()) < 0:
                 continue
             if unit.space.is_durable(slot):
                 self._free(unit, slot)
-            elif unit.space.number not in stay:
-                drop(unit)
+            elif unit.space.number not in stay and drop(unit):
+                dropped += 1
+            elif unit.space.number not in stay and (unit.space.text is None or unit.space.text.idle):
+                self._refused.add(unit.space.number)
+        if dropped:
+            _log.warning("%d pages were dropped from DRAM: %s", dropped, "; ".join(dict.fromkeys(refused.values())))
         return before - self._arena.usage().used
 
     def _of(self, tenant: str | None) -> list[Space]:

@@ -6,7 +6,7 @@ Everything here is bookkeeping on the loop's thread: no await, no I/O. What has 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from kvstore.prefill import Prefill
 from kvstore.radix.below import with_all_below
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
-from kvstore.radix.pages import DURABLE, Slots
+from kvstore.radix.pages import DURABLE, GHOST, RECIPE, Slots
 from kvstore.radix.tree import EMPTY_PATH, Extras, NewPages, Path, RadixTree, Removed
 from kvstore.radix.usefulness import useless_parts
 from kvstore.store.session_ends import SessionEnds
@@ -31,6 +31,10 @@ WANTED = 2
 """Page flag: part of a batch being put together, so not to be evicted from SSD to make room for it."""
 ALL = 0xFFFF
 """The mask of all components."""
+Rebuild = Literal["exact", "tolerant", "never"]
+"""What a namespace makes of pages that are computed again: they must come out as they were (else they are a new version), they count
+as equally good, or nothing can be computed again, so that nothing is discarded."""
+REBUILDS: tuple[Rebuild, ...] = ("exact", "tolerant", "never")
 OWNER_SHIFT = 32
 OWNER_ROW = (1 << OWNER_SHIFT) - 1
 """A DRAM slot's owner, as the arena notes it: the namespace's number, then the blob's row."""
@@ -41,6 +45,7 @@ class NamespaceSettings:
     """What a namespace was created with. Pages acknowledged as durable are kept at least `retention_s` seconds.
 
     Pages that nobody used for `ttl_s` seconds are removed, once their retention is over; 0 keeps them while there is room.
+    With `recipes`, a page is discarded only once its recipe is durable, unless it is `lossy`: then pages may be lost without one.
     """
 
     tenant: str
@@ -50,6 +55,8 @@ class NamespaceSettings:
     recipes: bool = False
     retention_s: int = 86_400
     ttl_s: int = 0
+    rebuild: Rebuild = "exact"
+    lossy: bool = False
     prefill: Prefill | None = None
     """What computing its pages costs, if somebody has said so."""
 
@@ -64,6 +71,10 @@ class NamespaceSettings:
             raise BadRequest(f"ttl_s is {self.ttl_s}, not 0 (none) to ten years")
         if self.recipes and self.spec.hash_bytes:
             raise BadRequest("recipes are made of token ids, and this namespace is given only digests")
+        if self.rebuild not in REBUILDS:
+            raise BadRequest(f"rebuild is {str(self.rebuild)[:40]!r}, not one of {', '.join(REBUILDS)}")
+        if self.rebuild == "never" and (self.recipes or self.lossy):
+            raise BadRequest("rebuild = never says that pages can't be computed again: it goes with neither recipes nor lossy")
         if not any(c.kind == "full" for c in self.spec.components):
             raise BadRequest("a KV spec has at least one component of kind full: it is what makes a page")
 
@@ -73,13 +84,16 @@ class NamespaceSettings:
         return namespace_digest(self.tenant, self.fingerprint, self.spec)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data. Without a TTL or a prefill cost there is none in it, as daemons before it wrote."""
+        """Plain data. What is at its default is left out where daemons before it knew nothing of it."""
         data: dict[str, Any] = {
             "tenant": self.tenant, "name": self.name, "fingerprint": self.fingerprint,
             "spec": self.spec.to_dict(), "recipes": self.recipes, "retention_s": self.retention_s,
         }  # fmt: skip
-        data |= {"ttl_s": self.ttl_s} if self.ttl_s else {}
-        return data | ({"prefill": [self.prefill.base_s, self.prefill.slope_s]} if self.prefill else {})
+        later: dict[str, Any] = {
+            "ttl_s": self.ttl_s, "rebuild": self.rebuild if self.rebuild != "exact" else "", "lossy": self.lossy,
+            "prefill": [self.prefill.base_s, self.prefill.slope_s] if self.prefill else None,
+        }  # fmt: skip
+        return data | {name: value for name, value in later.items() if value}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "NamespaceSettings":
@@ -131,6 +145,17 @@ class Watcher(Protocol):
         return
 
 
+class TextTier(Protocol):
+    """Who writes the recipes of a namespace."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits to be written."""
+
+    def entered(self, space: "Space", keys: bytes) -> None:
+        """Consecutive pages have entered the tree, or gained parts."""
+
+
 class _Nobody(Watcher):
     specs = ()
 
@@ -163,6 +188,12 @@ class Space:
         """Where its sessions were last."""
         self.seen_by_policies: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         """By tier, the columns of its pages that the tier's policy looks at."""
+        self.keeps_all = settings.rebuild == "never"
+        """Whether nothing may be discarded."""
+        self.guarded = settings.recipes and not settings.lossy
+        """Whether pages may be discarded only once their recipes are durable."""
+        self.text: TextTier | None = None
+        """Set by the store if pages have recipes."""
         self.resident_bytes = 0
         self.spoiled: set[int] = set()
         """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""
@@ -260,11 +291,24 @@ class Space:
         base = EMPTY_PATH if parent == self.tree.root_key else self.tree.path_to(at)
         self.tree.extend(base, tokens, extras, new)
         np.add.at(self.blobs.pages, new.blobs[new.blobs >= 0], 1)
+        if self.text is not None:
+            self.text.entered(self, new.keys)
 
     def add_parts(self, slots: Slots, blobs: Slots, ranges: tuple[PartRange, ...]) -> None:
         """Give pages optional components that they lack (see TreeStructure.add_parts)."""
         self.tree.add_parts(slots, blobs, ranges)
         np.add.at(self.blobs.pages, blobs[blobs >= 0], 1)
+        if self.text is not None:
+            self.text.entered(self, self.tree.pages.key[slots].tobytes())
+
+    def may_discard(self, slot: int) -> bool:
+        """Whether a page, and all below it, may be given up in all tiers to make room."""
+        if self.keeps_all:
+            return False
+        if not self.guarded:
+            return True
+        flags = self.tree.pages.flags[with_all_below(self.tree, np.array([slot], np.int32))]
+        return bool((flags & (RECIPE | GHOST)).all())
 
     def remove_page(self, slot: int, *, ghosts: bool = True) -> int:
         """Remove a page and its subtree from the tree, and what only they needed from the tiers. Returns pages removed."""

@@ -32,6 +32,16 @@ class Stats:
     refused_pages: int = 0
     dropped_parts: int = 0
     useless_parts: int = 0
+    kept_units: int = 0
+    text_pages: int = 0
+    recipes_written: int = 0
+    recipes_evicted: int = 0
+    recipes_expired: int = 0
+    rebuild_jobs: int = 0
+    rebuilt_pages: int = 0
+    rebuild_new_versions: int = 0
+    rebuild_failed_attempts: int = 0
+    rebuild_failed_jobs: int = 0
     corrupt_blobs: int = 0
     corrupt_records: int = 0
     dedup_blobs: int = 0

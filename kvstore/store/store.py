@@ -18,13 +18,14 @@ from kvstore.errors import Busy, Conflict, DiskFailing, MissingParent, NoSpace, 
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.lmdb_files import DATA_FILE, mark_damaged
 from kvstore.radix.journal import Journal
-from kvstore.radix.tree import Extras
+from kvstore.radix.tree import Extras, Path
 from kvstore.store.backlog import Backlog
 from kvstore.store.clock import Clock
 from kvstore.store.cut import Ask
 from kvstore.store.datadir import DataDir
 from kvstore.store.expiry import Expiry
 from kvstore.store.following import Following
+from kvstore.store.gaps import find_gap, rebuildable_keys
 from kvstore.store.leases import MAX_PIN_S, Lease, Leases
 from kvstore.store.matching import Match, Matching
 from kvstore.store.pending import Pending
@@ -33,6 +34,8 @@ from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
 from kvstore.store.quotas import Quotas, SsdBudget
 from kvstore.store.rates import Rates
+from kvstore.store.rebuilding import Rebuilding
+from kvstore.store.recipes import Recipes
 from kvstore.store.recovery import LoadProgress, Recovery
 from kvstore.store.replacement import DRAM, Replacement
 from kvstore.store.residency import Held, Residency
@@ -53,6 +56,7 @@ from kvstore.tiers import Usage
 from kvstore.tiers.dram import Arena, SegmentUsage
 from kvstore.tiers.policies.make import make_policies
 from kvstore.tiers.ssd import BlobFile
+from kvstore.tiers.text import RecipeFile
 from kvstore.tiers.vacating import MoveBudget
 
 _log = logging.getLogger("kvstore.store")
@@ -108,6 +112,7 @@ class Store:
             spaces, self._next_number = await self._recovery.find(self._new_space)
             for space in spaces:
                 self._spaces.add(space)
+            await self.recipes.sweep({space.number for space in spaces})
         except BaseException:
             self._dir.end_loading()  # it says why it can't start: that is not the death that the note is about
             self._dir.close()
@@ -124,6 +129,7 @@ class Store:
             asyncio.create_task(self._scrub(load), name="kvstore-scrub"),
             asyncio.create_task(self._expiry.run(), name="kvstore-expiry"),
             asyncio.create_task(self.replacement.run(), name="kvstore-replacement"),
+            asyncio.create_task(self.recipes.run(), name="kvstore-recipes"),
         ]
         for task in (self._writeback_task, *self._tasks):
             task.add_done_callback(self._note_death)
@@ -145,9 +151,12 @@ class Store:
             self._clock.not_before(journal.stat().st_mtime)
         if self._dir.begin_loading() >= _DEATHS:
             _log.error("the last %d starts died while they read the journal: it is salvaged", _DEATHS)
-            mark_damaged(self._dir.journal)
+            for path in (self._dir.journal, self._dir.recipes):
+                if path.exists():
+                    mark_damaged(path)
         self._journal = Journal(self._dir.journal, self.config.journal_bytes)
         self._blob_file = BlobFile(self._dir.blobs, self.config.ssd_bytes, self.config.extent_bytes)
+        self._recipe_file = RecipeFile(self._dir.recipes, self.config.recipe_bytes)
         usage = self._blob_file.usage()
         if usage.used > usage.capacity:
             _log.warning(
@@ -188,27 +197,37 @@ class Store:
         )  # fmt: skip
         self._orphans = Orphans(self._blob_file, self._writeback, self._readers, self._writer, lambda: self._spaces, self._trash)
         self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats, self._clock.not_before)
-        self.prefixes = Prefixes(self._residency, self._writeback, self.pins, self.uses)
+        self.recipes = Recipes(
+            self._recipe_file, lambda: self._spaces, self._arena.view, self._clock.now, self.stats, config.recipe_ttl_s, self._readers
+        )
+        self.rebuilding = Rebuilding(self.recipes, self.stats)
+        self.prefixes = Prefixes(self._residency, self._writeback, self.pins, self.uses, self.recipes)
         self._expiry = Expiry(lambda: self._spaces, self.uses, self._clock.now, self._writeback.poke)
         self.following = Following(self._puts, config.put_idle_s)
 
     async def _load(self) -> None:
         await self._recovery.run()
+        for space in self._spaces:
+            if space.text is not None:
+                self.recipes.look_through(space)
         await asyncio.get_running_loop().run_in_executor(self._writer, self._dir.end_loading)
         self.loaded.set()
 
     async def __aexit__(self, *_: object) -> None:
+        self.rebuilding.close()
         self._puts.close()
         self.following.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await flush(self._spaces, self._writeback, self.config.shutdown_s)
+        text_is_closed = await self.recipes.stop(self.config.shutdown_s)
         if await self._writeback.stop(self._writeback_task, self.config.shutdown_s):
             await asyncio.to_thread(self._close_files)
         else:
             _log.critical("a write to SSD does not end: it is left behind, unfinished")
             self.stuck = True
+        self.stuck |= not text_is_closed
         self._arena.close()
         self._dir.close()
 
@@ -228,6 +247,7 @@ class Store:
                     kind.release(lease)
             self._puts.sweep(now)
             self.following.sweep(now)
+            self.rebuilding.sweep(now)
             self.uses.note_time()
 
     async def _scrub(self, load: "asyncio.Task[None]") -> None:
@@ -254,6 +274,7 @@ class Store:
         )
         space.end_holds = self._end_holds
         space.ends = SessionEnds(self.config.max_sessions)
+        space.text = self.rebuilding if settings.recipes else None
         return space
 
     def _end_holds(self, space: Space, slot: int) -> None:
@@ -275,9 +296,8 @@ class Store:
         space = self._spaces.by_id(settings.tenant, settings.digest[:16].hex())
         if space is not None:
             if replace(space.settings, prefill=settings.prefill) != settings:
-                raise Conflict(
-                    f"this namespace exists as {space.settings.name!r} ({space.id}) with another name, recipes, retention or ttl"
-                )
+                what = "another name, recipes, retention, ttl, rebuild or lossy"
+                raise Conflict(f"this namespace exists as {space.settings.name!r} ({space.id}) with {what}")
             if settings.prefill and settings.prefill != space.settings.prefill:
                 await self._put_record(space, settings)
             return space
@@ -330,12 +350,14 @@ class Store:
             for lease in kind.of_space(space):
                 kind.release(lease)
         self._puts.end_space(space)
+        self.rebuilding.end_space(space)
         self._trash.namespaces.append(space.number)
         self._writeback.poke()
         await finish_despite_cancel(asyncio.ensure_future(give_back(space)))
         await self._residency.announce_room()
         try:
             await self._writeback.emptied()
+            await self.recipes.drop_namespace(space)
         except (NoSpace, DiskFailing) as error:
             what = f"namespace {space.settings.name!r} is dropped, but its records are deleted only once the disk is well"
             raise DiskFailing(f"{what} (until then a restart brings it back): {error.message}", retry_after_ms=1000) from error
@@ -351,6 +373,17 @@ class Store:
             space, tokens, extras, owner=owner, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base, hints=hints, ask=ask,
             link_bytes_s=link_bytes_s,
         )  # fmt: skip
+
+    async def rebuildable_pages(self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, base: int = 0) -> int:
+        """How many pages after the longest usable prefix are gone, or lack something, but can be computed again from their recipes."""
+        if space.text is None or space.loading:
+            return 0
+        gap = find_gap(space, tokens, extras, self._matching.base_path(owner, space, base))
+        return 0 if gap is None else len(await rebuildable_keys(self.recipes, space, gap))
+
+    def base_path(self, owner: int, space: Space, base: int) -> Path:
+        """The path of a lease that a request builds on; empty for 0. Raises NotFound."""
+        return self._matching.base_path(owner, space, base)
 
     def why(self, space: Space, tokens: bytes, extras: Extras, first: int = 0, last: int = -1) -> Why:
         """Where the pages [first, last) of a prefix are, and why (see `kvstore.store.why`)."""
@@ -417,12 +450,13 @@ class Store:
         self.leases.release_owner(owner)
         self._puts.release_owner(owner)
         self.following.release_owner(owner)
+        self.rebuilding.release_owner(owner)
 
     # --- looking on ----------------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, Usage]:
         """Usage by tier."""
-        return {"dram": self._arena.usage(), "ssd": self._blob_file.usage()}
+        return {"dram": self._arena.usage(), "ssd": self._blob_file.usage(), "text": self._recipe_file.usage()}
 
     @property
     def loading(self) -> LoadProgress | None:
@@ -451,7 +485,7 @@ class Store:
 
     async def settle(self) -> None:
         """Wait until nothing is being moved, written or deleted."""
-        while self._residency.moving or not self._writeback.idle:  # noqa: ASYNC110 - for onlookers; nobody should pay for an event
+        while self._residency.moving or not self._writeback.idle or not self.recipes.idle:  # noqa: ASYNC110 - for onlookers; nobody should pay for an event
             await asyncio.sleep(_SETTLE_POLL_S)
 
     @property

@@ -36,6 +36,10 @@ class StoreConfig:
     batch_bytes: int = 64 << 20
     segment_bytes: int = 64 << 20
     extent_bytes: int = DEFAULT_EXTENT_BYTES
+    recipe_bytes: int = 64 << 20
+    """Bytes of recipes, as they are counted."""
+    recipe_ttl_s: float = 0.0
+    """How long the recipe of a page that is gone is kept; as long as there is room if 0."""
     reader_threads: int = 4
     move_share: float = 0.5
     journal_bytes: int = 16 << 30

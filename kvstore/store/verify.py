@@ -12,11 +12,12 @@ import numpy as np
 from kvstore.radix.pages import GHOST, Slots
 from kvstore.radix.structure import ROOT
 from kvstore.store.space import Space
+from kvstore.tiers.text import RecipeFile
 
 MAX_DAMAGE = 1000
 """Damage beyond this many is counted, not listed."""
 
-DamageKind = Literal["structure", "namespace", "record", "tree", "blob"]
+DamageKind = Literal["structure", "namespace", "record", "tree", "blob", "recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class NamespaceChecked:
     blobs: int
     lost_pages: int = 0
     lost_keys: list[str] = field(default_factory=list)
+    recipes: int = 0
+    lost_recipes: int = 0
 
 
 @dataclass(slots=True)
@@ -109,6 +112,19 @@ def note_losses(space: Space, checked: NamespaceChecked, rows: Iterable[int]) ->
     slots = lost_slots(space, rows)
     checked.lost_pages += len(slots)
     checked.lost_keys += [space.tree.pages.key_bytes(int(slot)).hex() for slot in slots[: max(0, 20 - len(checked.lost_keys))]]
+
+
+def check_recipes(report: CheckReport, recipes: RecipeFile, space: Space, checked: NamespaceChecked) -> None:
+    """Verify the recipes of a namespace. Blocking."""
+    after = None
+    while True:
+        count, bad, after = recipes.scan(space.number, space.digest, after)
+        checked.recipes += count
+        checked.lost_recipes += len(bad)
+        for key in bad:
+            report.add("recipe", space.id, f"the recipe of page {key.hex()[:16]}… does not verify: once gone, it can't be computed again")
+        if after is None:
+            return
 
 
 def needed_by(space: Space, rows: Iterable[int]) -> dict[int, str]:

@@ -9,6 +9,7 @@ from kvstore.api.http.blobs import BlobRoutes
 from kvstore.api.http.check import CheckRoutes
 from kvstore.api.http.namespaces import NamespaceRoutes
 from kvstore.api.http.prefixes import PrefixRoutes
+from kvstore.api.http.recipes import RecipeRoutes
 from kvstore.api.http.service import Service
 from kvstore.api.http.status import StatusRoutes
 from kvstore.api.openapi import document
@@ -28,7 +29,7 @@ class ControlPlane:
             "GET", "/openapi.json", "openapi", "This document", self._openapi,
             (Reply(200, "OpenAPI 3.1", media="application/json"),), (500,), access=None,
         )  # fmt: skip
-        parts = (StatusRoutes, NamespaceRoutes, PrefixRoutes, BlobRoutes, CheckRoutes)
+        parts = (StatusRoutes, NamespaceRoutes, PrefixRoutes, RecipeRoutes, BlobRoutes, CheckRoutes)
         self.routes = [own, *(route for part in parts for route in part(self._service).routes())]
         self.access = {(r.method, r.path): r.access for r in self.routes if r.method != "HEAD"}
         self._document = document(self.routes, guarded=guard.table is not None)

@@ -53,7 +53,7 @@ class NamespaceRoutes:
             ),
             Route(
                 "POST", one + "/match", "match", "The longest prefix that is in the store; changes nothing", self._match,
-                (Reply(200, "what is there, which may be nothing", Match),), (404, *OF_BODY, *ALWAYS), (NAMESPACE,), MatchBody,
+                (Reply(200, "what is there, which may be nothing", Match),), (404, *OF_BODY, 409, 502, *ALWAYS), (NAMESPACE,), MatchBody,
                 access=Access.READ,
             ),
         ]  # fmt: skip
@@ -73,6 +73,8 @@ class NamespaceRoutes:
             recipes=body.recipes,
             retention_s=body.retention_s,
             ttl_s=body.ttl_s,
+            rebuild=body.rebuild,
+            lossy=body.lossy,
             prefill=prefill_of(body.prefill_us, body.prefill_ns_per_position),
         )
         space = await store.create_namespace(settings)
@@ -89,7 +91,11 @@ class NamespaceRoutes:
     async def _match(self, request: web.Request) -> web.Response:
         body = (await body_of(request, MatchBody)).root
         space, store = self._service.space(request), self._service.store
-        match = store.match(space, body.token_bytes(), {}, parts=True, ask=None if body.estimate is None else body.estimate.ask())
+        tokens = body.token_bytes()
+        if body.rebuild_s and space.text is not None and not space.loading:
+            await store.rebuilding.bring(space, tokens, {}, body.rebuild_s)
+        rebuildable = await store.rebuildable_pages(space, tokens, {})
+        match = store.match(space, tokens, {}, parts=True, ask=None if body.estimate is None else body.estimate.ask())
         runs = blobs = None
         if body.parts and match.parts is not None:
             ids = match.parts.ids
@@ -101,6 +107,7 @@ class NamespaceRoutes:
                 tokens=match.tokens,
                 known_pages=match.known_pages,
                 dram_pages=match.dram_pages,
+                rebuildable_pages=rebuildable,
                 epoch=store.epoch,
                 endpoints=self._service.endpoints,
                 runs=runs,

@@ -51,9 +51,11 @@ class PrefixRoutes:
 
     async def _prefetch(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, PrefetchBody), self._service.space(request)
-        prefixes = self._service.store.prefixes
+        prefixes, rebuilding, why_not = self._service.store.prefixes, None, None
+        if body.rebuild:
+            rebuilding, why_not = await self._service.store.rebuilding.ahead(space, body.token_bytes(), {}, body.within_s)
         pages, blobs, nbytes = await prefixes.prefetch(space, body.token_bytes(), {}, body.first_page, body.last_page)
-        return reply(Prefetched(pages=pages, blobs=blobs, nbytes=nbytes))
+        return reply(Prefetched(pages=pages, blobs=blobs, nbytes=nbytes, rebuilding_pages=rebuilding, why_not=why_not))
 
     async def _why(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, WhyBody), self._service.space(request)

@@ -53,6 +53,13 @@ class FrameType(IntEnum):
     UNPIN = 42
     ABANDON = 43
     DELETE = 44
+    DROP = 45
+    RECIPES = 48
+    RECIPES_DELETE = 49
+    REBUILD = 50
+    REBUILD_CLAIM = 51
+    REBUILD_RENEW = 52
+    REBUILD_END = 53
 
     WELCOME = 64
     OK = 65
@@ -69,6 +76,9 @@ class FrameType(IntEnum):
     PREFETCHED = 104
     PINNED = 105
     AFFECTED = 106
+    RECIPE_COUNTS = 112
+    REBUILT = 113
+    REBUILD_JOB = 114
 
 
 BULK = frozenset({FrameType.SLICES, FrameType.DATA})

@@ -59,6 +59,8 @@ class CreateNamespace(Message):
     ttl_s: int = 0
     prefill_us: float = 0.0
     prefill_ns_per_position: float = 0.0
+    rebuild: str = "exact"
+    lossy: bool = False
 
 
 class NamespaceName(Message):
@@ -82,6 +84,8 @@ class NamespaceInfo(Message):
     ttl_s: int = 0
     prefill_us: float = 0.0
     prefill_ns_per_position: float = 0.0
+    rebuild: str = "exact"
+    lossy: bool = False
 
 
 class NamespaceList(Message):
@@ -113,7 +117,8 @@ class MatchRequest(Message):
     """Payload: the tokens (uint32 little-endian), then 32 bytes of extra digest for each of `extra_pages`.
 
     With a lease as `base` the tokens are those after it, and `extra_pages` count from there. `boundaries` asks for all that are usable.
-    `hints` count with a lease only.
+    `hints` count with a lease only. `rebuildable` asks how much of the rest can be computed again; `rebuild_ms` asks to have that done, and
+    waits for it so long at most.
     """
 
     namespace: str
@@ -124,6 +129,8 @@ class MatchRequest(Message):
     extra_pages: list[int] = []
     hints: HintsMeta | None = None
     estimate: EstimateAsk | None = None
+    rebuildable: bool = False
+    rebuild_ms: int = 0
 
 
 PartRangeList = list[tuple[int, int, int, int, int]]
@@ -166,6 +173,7 @@ class Matched(Message):
 
     `pages` is the longest usable boundary, `known_pages` how far the pages go; `boundaries` are the usable ones as half-open runs.
     If the cut of the `estimate` takes other parts than a front of these, `cut_runs` are they, and their ids come after the others.
+    `rebuildable_pages` after `pages` can be computed again (-1 if it was not asked for).
     """
 
     pages: int
@@ -180,6 +188,7 @@ class Matched(Message):
     runs: list[PartRunMeta] = []
     estimate: EstimateMeta | None = None
     cut_runs: list[PartRunMeta] = []
+    rebuildable_pages: int = -1
 
 
 class LeaseRequest(Message):
@@ -220,7 +229,8 @@ class PutStart(Message):
     """Payload as in MatchRequest; the tokens are the whole prefix, or what follows the lease `base`. Pages from `first_page` on are put.
 
     `spans` are the pages [first, last) that carry each part; without them all do. With a `handle` (63 random bits) the slices and
-    the COMMIT follow at once: there is no PUT_READY, and slices that are not wanted are dropped.
+    the COMMIT follow at once: there is no PUT_READY, and slices that are not wanted are dropped. `recipes` (one for all pages, or one
+    a page) of `recipe_kind` `text` or `reference` are kept in place of the token ids, where the namespace keeps recipes.
     """
 
     namespace: str
@@ -233,6 +243,8 @@ class PutStart(Message):
     extra_pages: list[int] = []
     hints: HintsMeta | None = None
     handle: int = 0
+    recipe_kind: str = ""
+    recipes: list[bytes] = []
 
 
 class PutReady(Message):
@@ -301,7 +313,8 @@ class Outcome(Message):
 class Prefix(Message):
     """A prefix that something is told about; payload as in MatchRequest. PREFETCH, PIN, ABANDON and DELETE use what they need of it.
 
-    ABANDON with a `session` has no payload: it is about all that the session used last.
+    ABANDON with a `session` has no payload: it is about all that the session used last. PREFETCH with `rebuild` asks to
+    compute what is gone again, if that can be done `within_ms` (0: at any time).
     """
 
     namespace: str
@@ -310,14 +323,18 @@ class Prefix(Message):
     ttl_ms: int = 0
     extra_pages: list[int] = []
     session: bytes = b""
+    rebuild: bool = False
+    within_ms: int = 0
 
 
 class Prefetched(Message):
-    """What was brought up into DRAM."""
+    """What was brought up into DRAM. `rebuilding_pages` more are being computed again; `why_not` says why not others."""
 
     pages: int
     blobs: int
     nbytes: int
+    rebuilding_pages: int = 0
+    why_not: str = ""
 
 
 class Pinned(Message):
@@ -332,6 +349,82 @@ class Affected(Message):
     """How many pages it concerned."""
 
     pages: int
+
+
+class RebuildRequest(Message):
+    """Compute what is missing of a prefix again, and answer when it is there, or after `wait_ms`. Payload as in MatchRequest.
+
+    With `check` the pages from `first_page` on that are there are computed once more, and compared.
+    """
+
+    namespace: str
+    wait_ms: int = 0
+    check: bool = False
+    first_page: int = 0
+    extra_pages: list[int] = []
+
+
+class RebuildProgress(Message):
+    """How a prefix stands: pages usable of those asked for, and the jobs of the namespace that wait, or that a worker has."""
+
+    pages: int
+    wanted_pages: int
+    waiting_jobs: int
+    claimed_jobs: int
+
+
+class RebuildClaim(Message):
+    """Ask for a job, of one namespace or of any (empty), and wait for one up to `wait_ms`."""
+
+    namespace: str = ""
+    wait_ms: int = 0
+    lease_ms: int = 30_000
+
+
+class RebuildJob(Message):
+    """A job, claimed until `lease_ms` have passed; none if `job` is 0. Compute the pages [first_page, last_page) and put them.
+
+    Payload: the tokens of all pages before `last_page`, 32 bytes of extra digest for each of `extra_pages`, and one after the other
+    the `bodies` (page, kind, bytes): text or a reference in place of the page's tokens, which are zeros. `runs` say as which parts
+    the pages are to be put. With `check` they are not put: the drift is told.
+    """
+
+    job: int = 0
+    namespace: str = ""
+    put_id: bytes = b""
+    first_page: int = 0
+    last_page: int = 0
+    lease_ms: int = 0
+    attempt: int = 0
+    check: bool = False
+    extra_pages: list[int] = []
+    bodies: list[tuple[int, str, int]] = []
+    runs: list[PartRunMeta] = []
+
+
+class RebuildRenew(Message):
+    """Keep a claimed job for `lease_ms` from now."""
+
+    job: int
+    lease_ms: int
+
+
+class RebuildEnd(Message):
+    """A job is done, or `error` says why it is not.
+
+    `drift` of a check by dtype: elements, those that differ, those that are no numbers, largest and summed absolute difference.
+    """
+
+    job: int
+    error: str = ""
+    drift: list[tuple[str, int, int, int, float, float]] = []
+
+
+class RecipeCounts(Message):
+    """The recipes of a namespace, and the bytes that they are counted with."""
+
+    recipes: int
+    nbytes: int
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,52 @@
+"""What the handlers of the data plane's requests share: who asks, replies to be, and the answer to a match."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.api.convert import boundary_runs, part_runs
+from kvstore.api.estimates import estimate_meta
+from kvstore.api.sessions import Session
+from kvstore.api.wire.frames import FrameType
+from kvstore.api.wire.messages import Empty, Matched, MatchRequest, Message
+from kvstore.store import Match, Space, Store
+
+
+class Context(Protocol):
+    """Who asks, and whom."""
+
+    store: Store
+    session: Session
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply frame to be."""
+
+    type: FrameType
+    message: Message
+    payload: bytes = b""
+
+
+OK = Reply(FrameType.OK, Empty())
+
+
+def space_of(context: Context, name: str) -> Space:
+    """A namespace of who asks. Raises UnknownNamespace."""
+    return context.store.space(context.session.tenant, name)
+
+
+def matched(context: Context, message: MatchRequest, match: Match, rebuildable_pages: int = -1) -> Reply:
+    """The answer to a match."""
+    ids = [table.ids for table in (match.parts, match.cut_parts) if table is not None]
+    return Reply(
+        FrameType.MATCHED,
+        Matched(
+            pages=match.pages, tokens=match.tokens, known_pages=match.known_pages, boundaries=boundary_runs(match.boundaries),
+            dram_pages=match.dram_pages, epoch=context.store.epoch, endpoint=context.endpoint,
+            lease=match.lease.id if match.lease else 0, lease_ms=message.lease_ms if match.lease else 0,
+            runs=part_runs(match.parts) if match.parts else [], estimate=estimate_meta(match.estimate),
+            cut_runs=part_runs(match.cut_parts) if match.cut_parts else [], rebuildable_pages=rebuildable_pages,
+        ),
+        b"".join(ids),
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""`kvstore recipes`, `drop` and `rebuild`: what it takes to compute pages again, giving up pages of which that is kept, and doing it."""
+
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from kvstore.cli.common import (
+    DEFAULT_DATA,
+    DEFAULT_HTTP,
+    EndpointOption,
+    HttpOption,
+    JsonOption,
+    NamespaceArgument,
+    TokensOption,
+    connect,
+    exits_with,
+    http_json,
+    parse_tokens,
+    print_json,
+    size_text,
+)  # fmt: skip
+from kvstore.errors import BadRequest
+
+_TELL_S = 2.0
+FromTokenOption = Annotated[int, typer.Option(min=0, help="Only from the page on that this token is in.")]
+
+
+@exits_with(error=2)
+def recipes(
+    namespace: NamespaceArgument,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete those of pages that are gone: of --tokens, or with --all, of all.")
+    ] = False,
+    tokens: Annotated[str, typer.Option("--tokens", "-t", help="Token ids of a context: 1,2,3, @FILE or - (see `kvstore match`).")] = "",
+    from_token: FromTokenOption = 0,
+    everything: Annotated[bool, typer.Option("--all", help="Of the whole namespace.")] = False,
+    endpoint: EndpointOption = DEFAULT_DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how many recipes a namespace has, or delete some. Pages that are there keep theirs."""
+    if delete != (bool(tokens) != everything):
+        raise BadRequest("say which recipes to delete: --delete with either --tokens or --all")
+    with connect(endpoint) as client:
+        space = client.namespace(namespace)
+        deleted = 0
+        if delete:
+            deleted = space.delete_recipes(parse_tokens(tokens) if tokens else None, from_token=from_token if tokens else None)
+        count, nbytes = space.recipes()
+    if as_json:
+        print_json({"recipes": count, "bytes": nbytes} | ({"deleted": deleted} if delete else {}))
+    else:
+        typer.echo((f"{deleted:,} recipes deleted; " if delete else "") + f"{count:,} recipes, {size_text(nbytes)}")
+
+
+@exits_with(miss=1, error=2)
+def drop(
+    namespace: NamespaceArgument,
+    tokens: TokensOption,
+    from_token: FromTokenOption = 0,
+    endpoint: EndpointOption = DEFAULT_DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Give up a prefix and all that hangs from it in DRAM and on SSD, and keep what it takes to compute it again.
+
+    Exit code 1 if nothing of it is there, 2 for an error; pages without a recipe are refused.
+    """
+    with connect(endpoint) as client:
+        pages = client.namespace(namespace).drop_to_text(parse_tokens(tokens), from_token=from_token)
+    if as_json:
+        print_json({"dropped_pages": pages})
+    else:
+        typer.echo(f"{pages} pages dropped to text")
+    if not pages:
+        raise typer.Exit(1)
+
+
+@exits_with(miss=1, error=2)
+def rebuild(
+    namespace: NamespaceArgument,
+    tokens: TokensOption,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")] = 30.0,
+    check: Annotated[bool, typer.Option("--check", help="Compute pages that are there once more, and compare them.")] = False,
+    from_token: FromTokenOption = 0,
+    endpoint: EndpointOption = DEFAULT_DATA,
+    http: HttpOption = DEFAULT_HTTP,
+    as_json: JsonOption = False,
+) -> None:
+    """Have the missing pages of a prefix computed again by a rebuild worker, and wait until they are there.
+
+    With --check, those that are there are compared instead (from --from-token on), and the namespace's drift is printed. Exit code 1 if
+    the time is over before, 2 for an error.
+    """
+    if from_token and not check:
+        raise BadRequest("--from-token goes with --check: what is missing is computed from the first missing page on")
+    ids = parse_tokens(tokens)
+    deadline = time.monotonic() + wait
+    with connect(endpoint) as client:
+        space = client.namespace(namespace)
+        if check:
+            before = http_json(http, f"/v1/namespaces/{space.id}/rebuild")["checked_pages"]
+            state = space.rebuild_check(ids, from_page=from_token // space.spec.page_tokens, wait_s=wait)
+            found = http_json(http, f"/v1/namespaces/{space.id}/rebuild")
+            done = found["checked_pages"] > before
+            _print_check(found, done, as_json)
+            raise typer.Exit(0 if done else 1)
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            state = space.rebuild(ids, wait_s=min(left, _TELL_S))
+            if state.pages >= state.wanted_pages or left <= _TELL_S:
+                break
+            if not as_json:
+                jobs = f"{state.claimed_jobs} jobs claimed, {state.waiting_jobs} wait"
+                typer.echo(f"{state.pages} of {state.wanted_pages} pages; {jobs}", err=True)
+    if as_json:
+        print_json(asdict(state))
+    else:
+        typer.echo(f"{state.pages} of {state.wanted_pages} pages are there")
+    if state.pages < state.wanted_pages:
+        raise typer.Exit(1)
+
+
+def _print_check(found: dict[str, Any], done: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    typer.echo("compared" if done else "no worker has compared them in time")
+    for dtype, drift in found["drift"].items():
+        typer.echo(
+            f"{dtype}: {drift['differing']:,} of {drift['elements']:,} elements differ, "
+            f"max {drift['max_abs']:.3g}, mean {drift['mean_abs']:.3g}"
+        )

@@ -1,0 +1,105 @@
+"""What it takes to do a rebuild job: where it begins now, and what its worker is given. Bookkeeping: no await, no I/O."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.errors import RebuildFailed
+from kvstore.kvspec import PartRange
+from kvstore.radix.tree import Extras
+from kvstore.store.rebuild import MAX_PAGES, Job, RebuildQueue
+from kvstore.store.space import Space
+from kvstore.tiers.recipe import Recipe, RecipeKind
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What there is for a page in place of its token ids."""
+
+    page: int
+    kind: RecipeKind
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GeometryRun:
+    """Pages [first, last) and the parts that each is to be put as."""
+
+    first: int
+    last: int
+    parts: tuple[PartRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A job as its worker gets it. `tokens` are those of the pages [0, last), zeros where there is a `Body` instead."""
+
+    job: Job
+    space: Space
+    tokens: bytes
+    extras: Extras
+    bodies: tuple[Body, ...]
+    runs: tuple[GeometryRun, ...]
+
+
+def chain(queue: RebuildQueue, space: Space, job: Job, known: Mapping[bytes, Recipe]) -> tuple[int, bytes, list[bytes]]:
+    """Where a job begins now: the first page, the key of the one before, and the keys of what is to be computed.
+
+    With -1, the recipe of the page of that key, which is gone, is needed to say so.
+    """
+    tree, keys, parent = space.tree, list(job.keys), job.parent
+    while parent != space.digest and tree.pages.find_key(parent) < 0 and queue.find(space.number, parent) in (None, job):
+        if parent not in known:
+            return -1, parent, keys
+        if len(keys) > MAX_PAGES:
+            raise RebuildFailed("too many pages before these are gone as well")
+        keys.insert(0, parent)
+        parent = known[parent].parent
+    there = parent
+    while keys and tree.pages.find_key(keys[0]) >= 0:
+        there = keys.pop(0)
+    slot = tree.pages.find_key(there)
+    if slot < 0:
+        return (job.last - len(keys), parent, keys) if there != space.digest else (0, space.digest, keys)
+    slots = tree.path_slots(tree.path_to(slot))
+    usable = tree.rules.longest(tree.pages.components[slots]) if tree.rules.optional else len(slots)
+    lacking = [tree.pages.key_bytes(int(one)) for one in slots[usable:]]
+    return usable, tree.pages.key_bytes(int(slots[usable - 1])) if usable else space.digest, lacking + keys
+
+
+def work_of(space: Space, job: Job, recipes: list[Recipe]) -> Work:
+    """A job as its worker gets it, now that it begins right after what is stored."""
+    tree = space.tree
+    slot = tree.pages.find_key(job.parent) if job.first else -1
+    slots = tree.path_slots(tree.path_to(slot)) if slot >= 0 else np.empty(0, np.int32)
+    width = tree.pages.token_bytes
+    bodies: list[Body] = []
+    tokens = [tree.pages.tokens[slots].tobytes()] if len(slots) else []
+    extras = {page: extra for page, one in enumerate(slots) if any(extra := tree.pages.extras[int(one)].tobytes())}
+    for page, recipe in enumerate(recipes, job.first):
+        if recipe.kind is RecipeKind.TOKENS:
+            tokens.append(recipe.body)
+        else:
+            tokens.append(bytes(width))
+            bodies.append(Body(page, recipe.kind, recipe.body))
+        if any(recipe.extra):
+            extras[page] = recipe.extra
+    return Work(job, space, b"".join(tokens), extras, tuple(bodies), tuple(_geometry(space, job, recipes)))
+
+
+def _geometry(space: Space, job: Job, recipes: list[Recipe]) -> list[GeometryRun]:
+    """The parts in which pages are to be put: the required ones as they were, the optional ones where the last boundary needs them."""
+    rules, spec = space.tree.rules, space.spec
+    runs: list[GeometryRun] = []
+    for page, recipe in enumerate(recipes, job.first):
+        parts = [part.range for part in recipe.parts if rules.required >> part.range.component & 1]
+        was = {part.range.component: [p.range for p in recipe.parts if p.range.component == part.range.component] for part in recipe.parts}
+        for rule in rules.optional:
+            if page >= rules.first_page(rule.component, job.last):
+                parts += was.get(rule.component) or [spec.whole(rule.component)]
+        if runs and runs[-1].parts == tuple(parts):
+            runs[-1] = GeometryRun(runs[-1].first, page + 1, runs[-1].parts)
+        else:
+            runs.append(GeometryRun(page, page + 1, tuple(parts)))
+    return runs

@@ -1,0 +1,444 @@
+"""Computing pages again: what is asked for becomes jobs, workers get them, and what they put is compared with what is on record."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvstore.drift import Drift
+from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
+from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.store.comparing import Compared, RebuildReport, compare, sane
+from kvstore.store.gaps import find_gap, rebuildable_keys
+from kvstore.store.rebuild import Job, RebuildQueue
+from kvstore.store.rebuild_work import Work, chain, work_of
+from kvstore.store.recipe_source import Fresh, split_keys
+from kvstore.store.recipes import Recipes
+from kvstore.store.space import Space
+from kvstore.store.stats import Stats
+from kvstore.tiers.recipe import Recipe
+
+_log = logging.getLogger("kvstore.rebuild")
+
+MAX_WAIT_S = 600.0
+AHEAD_S = 300.0
+"""So long pages that are to be computed ahead of need wait for a worker."""
+WORKER_SEEN_S = 60.0
+_RECORDED_S = 60.0
+_STOPPING = "the daemon is stopping"
+_MAX_RECORDED = 1 << 15
+"""Pages whose record is kept at hand to be compared; of more at a time, the others are not compared."""
+MAX_WAITING_BYTES = 256 << 20
+"""Of tokens of requests that wait."""
+_ROUNDS = 8
+"""So often a request looks again what is missing, when what was computed for it has gone meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How a request stands: pages usable of those asked for, and jobs under way for it."""
+
+    pages: int
+    wanted_pages: int
+    waiting_jobs: int
+    claimed_jobs: int
+
+
+@dataclass(slots=True)
+class _Recorded:
+    recipe: Recipe
+    until: float
+
+
+class Rebuilding:
+    """See the module's text."""
+
+    def __init__(self, recipes: Recipes, stats: Stats) -> None:
+        self.queue = RebuildQueue(self._ended)
+        self._recipes = recipes
+        self._stats = stats
+        self._spaces: dict[int, Space] = {}
+        self._reports: dict[int, RebuildReport] = {}
+        self._recorded: dict[tuple[int, bytes], _Recorded] = {}
+        self._events: dict[int, asyncio.Event] = {}
+        self._waiting_bytes = 0
+        self._closed = False
+        self._news = asyncio.Event()
+        self._seen: dict[str, float] = {}
+        """When a worker of a tenant last asked for a job."""
+        recipes.fresh = self._compare
+
+    def report(self, space: Space) -> RebuildReport:
+        """What rebuilds of a namespace came to."""
+        return self._reports.setdefault(space.number, RebuildReport())
+
+    def jobs_of(self, space: Space) -> tuple[int, int]:
+        """Jobs of a namespace that wait, and that a worker has."""
+        mine = [job for job in self.queue if job.number == space.number]
+        claimed = sum(job.owner is not None for job in mine)
+        return len(mine) - claimed, claimed
+
+    # --- asking --------------------------------------------------------------------------------------------------------
+
+    async def bring(
+        self, space: Space, tokens: bytes, extras: Extras, wait_s: float, base: Path = EMPTY_PATH, *, strict: bool = False
+    ) -> Progress:
+        """Have the missing pages of a prefix computed again, and wait until they are there, `wait_s` at most.
+
+        Returns how it stands then. Raises RebuildFailed if it can't be done or was not; with `strict` also if a page has no recipe.
+        """
+        deadline = time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S)
+        base_key, base_pages = space.tree.key_at(base), base.pages
+        if self._waiting_bytes + len(tokens) > MAX_WAITING_BYTES:
+            raise Busy("requests that wait for pages to be computed again hold too much memory", retry_after_ms=1000)
+        self._waiting_bytes += len(tokens)
+        try:
+            for _ in range(_ROUNDS):
+                jobs = await self._want(space, tokens, extras, self._path(space, base_key, base_pages), strict=strict)
+                if not jobs or not await self._wait(jobs, deadline):
+                    break
+        finally:
+            self._waiting_bytes -= len(tokens)
+        return self._progress(space, tokens, extras, self._path(space, base_key, base_pages))
+
+    @staticmethod
+    def _path(space: Space, key: bytes, pages: int) -> Path:
+        """The path to a page that is leased; the tree may have changed since."""
+        slot = space.tree.pages.find_key(key) if pages else -1
+        if pages and slot < 0:
+            raise NotFound("the pages that the request builds on are gone")
+        return space.tree.path_to(slot) if pages else EMPTY_PATH
+
+    def _progress(self, space: Space, tokens: bytes, extras: Extras, base: Path) -> Progress:
+        pages = base.pages + len(as_token_bytes(tokens)) // space.tree.pages.token_bytes
+        gap = find_gap(space, tokens, extras, base)
+        return Progress(pages if gap is None else gap.usable, pages, *self.jobs_of(space))
+
+    async def _want(
+        self, space: Space, tokens: bytes, extras: Extras, base: Path, *, strict: bool = False, keep_s: float = 0.0
+    ) -> list[Job]:
+        """The jobs that bring what is missing of a prefix, as far as there are recipes."""
+        self._check(space)
+        base_key, base_pages = space.tree.key_at(base), base.pages
+        for _ in range(_ROUNDS):
+            gap = find_gap(space, tokens, extras, self._path(space, base_key, base_pages))
+            if gap is None:
+                return []
+            keys = await rebuildable_keys(self._recipes, space, gap)
+            if space.dropped:
+                raise UnknownNamespace(f"namespace {space.settings.name!r} was dropped")
+            if find_gap(space, tokens, extras, self._path(space, base_key, base_pages)) != gap:
+                continue  # some of it has come, or gone, meanwhile
+            if strict and len(keys) < gap.pages - gap.usable:
+                raise RebuildFailed(f"page {gap.usable + len(keys)} of this prefix is not in the store, and has no recipe")
+            if not keys:
+                return []
+            jobs = self.queue.want(space.number, space.settings.tenant, gap.usable, gap.above, keys, time.monotonic(), keep_s)
+            self._spaces[space.number] = space
+            self._tell()
+            return jobs
+        raise Busy("what is there of this prefix changes all the time", retry_after_ms=100)
+
+    def _check(self, space: Space) -> None:
+        if space.text is None:
+            raise Conflict("this namespace keeps no recipes: its pages can't be computed again")
+        if self._closed:
+            raise Cancelled(_STOPPING)
+        if space.loading:
+            raise Busy(f"namespace {space.settings.name!r} is still being loaded", retry_after_ms=500)
+
+    async def _wait(self, jobs: Sequence[Job], deadline: float) -> bool:
+        """Wait for jobs to end. False if the time is over before. Raises the error of one that failed."""
+        self.queue.join(jobs)
+        try:
+            for job in jobs:
+                while not job.ended:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return False
+                    event = self._event(job)
+                    try:
+                        async with asyncio.timeout(left):
+                            await event.wait()
+                    except TimeoutError:
+                        return job.ended
+                if job.error is not None:
+                    raise job.error
+            return True
+        finally:
+            self.queue.leave(jobs, time.monotonic())
+
+    async def ahead(self, space: Space, tokens: bytes, extras: Extras, within_s: float = 0.0) -> tuple[int, str]:
+        """Have missing pages computed before they are needed, if it pays: pages on their way, and why not more.
+
+        It does not if no worker has asked for work of late, or if by what rebuilds took so far they would not be there in time.
+        """
+        if space.text is None:
+            return 0, "the namespace keeps no recipes"
+        gap = find_gap(space, tokens, extras)
+        if gap is None:
+            return 0, ""
+        if time.monotonic() - self._seen.get(space.settings.tenant, -WORKER_SEEN_S) > WORKER_SEEN_S and not self.jobs_of(space)[1]:
+            return 0, "no rebuild worker has asked for work of late"
+        before = sum(len(job.keys) for job in self.queue if job.number == space.number)
+        rate = self.report(space).seconds_a_page
+        if within_s and rate * (before + gap.pages - gap.usable) > within_s:
+            return 0, f"it would take about {rate * (before + gap.pages - gap.usable):.1f} s"
+        jobs = await self._want(space, tokens, extras, EMPTY_PATH, keep_s=AHEAD_S)
+        return sum(len(job.keys) for job in jobs), ""
+
+    async def check(self, space: Space, tokens: bytes, extras: Extras, first: int, wait_s: float) -> Progress:
+        """Have pages that are there, from page `first` on, computed once more and compared; wait `wait_s` at most."""
+        self._check(space)
+        path = space.tree.match(as_token_bytes(tokens), extras)
+        slots = space.tree.path_slots(path)
+        usable = space.tree.rules.longest(space.tree.pages.components[slots]) if space.tree.rules.optional else path.pages
+        if not 0 <= first < usable:
+            raise NotFound(f"page {first} of this prefix is not in the store: there is nothing to compare with")
+        keys = [space.tree.pages.key_bytes(int(slot)) for slot in slots[first:usable]]
+        parent = space.tree.pages.key_bytes(int(slots[first - 1])) if first else space.digest
+        job = self.queue.want_check(space.number, space.settings.tenant, first, parent, keys, time.monotonic())
+        self._spaces[space.number] = space
+        self._tell()
+        await self._wait([job], time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S))
+        return Progress(usable, len(as_token_bytes(tokens)) // space.tree.pages.token_bytes, *self.jobs_of(space))
+
+    # --- working -------------------------------------------------------------------------------------------------------
+
+    async def claim(self, owner: int, tenant: str, space: Space | None, wait_s: float, lease_s: float) -> Work | None:
+        """A job for a worker, leased to it; waits for one up to `wait_s`. None if there is none by then."""
+        if lease_s <= 0:
+            raise BadRequest("a claim lasts more than 0 s")
+        deadline = time.monotonic() + min(wait_s, MAX_WAIT_S)
+        while True:
+            if self._closed:
+                raise Cancelled(_STOPPING)
+            self._seen[tenant] = time.monotonic()
+            job = self.queue.next_for(tenant, None if space is None else space.number)
+            if job is not None:
+                work = await self._prepared(job, owner, lease_s)
+                if work is not None:
+                    return work
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            news = self._news
+            try:
+                async with asyncio.timeout(left):
+                    await news.wait()
+            except TimeoutError:
+                return None
+
+    async def _prepared(self, job: Job, owner: int, lease_s: float) -> Work | None:
+        """Claim a job and find out what it takes. None if it ended, or has to wait for another."""
+        space = self._spaces[job.number]
+        self.queue.claim(job, owner, time.monotonic(), lease_s)
+        try:
+            found = await self._recipes_for(job, space)
+        except RebuildFailed as error:
+            self.queue.fail(job, error)
+            return None
+        except BaseException:
+            if not job.ended:
+                self.queue.put_back(job)
+                self._tell()
+            raise
+        if job.ended or found is None:
+            return None
+        self._record(job, space, found)
+        return work_of(space, job, found)
+
+    async def _recipes_for(self, job: Job, space: Space) -> list[Recipe] | None:
+        """The recipes of a job's pages, after it was made to begin right after the longest usable prefix.
+
+        None if it is done already, or if pages before it are another job's. Raises RebuildFailed if a recipe is missing.
+        """
+        known: dict[bytes, Recipe] = {}
+        if job.check:
+            await self._read(space, job.keys, job.first, known)
+            if not self._whole(space, job):
+                raise RebuildFailed("pages that were to be compared are gone: have them computed again instead")
+            return [known[key] for key in job.keys]
+        while True:
+            first, parent, keys = chain(self.queue, space, job, known)
+            lacking = [key for key in ([parent] if first < 0 else keys) if key not in known]
+            if not lacking:
+                break
+            await self._read(space, lacking, job.last - len(keys) - 1 if first < 0 else first, known)
+            if job.ended:
+                return None
+        if not keys:
+            self._finish(job)
+            return None
+        others = [at for at, key in enumerate(keys) if self.queue.find(space.number, key) not in (None, job)]
+        at = others[-1] + 1 if others else 0
+        self.queue.move_front(job, first + at, keys[at - 1] if at else parent, keys[at:])
+        if at or self.queue.find(space.number, parent) is not None:
+            self.queue.put_back(job)
+            return None
+        return [known[key] for key in keys]
+
+    async def _read(self, space: Space, keys: list[bytes], first: int, known: dict[bytes, Recipe]) -> None:
+        for at, recipe in enumerate(await self._recipes.read(space, keys)):
+            if recipe is None:
+                raise RebuildFailed(f"page {first + at} of the prefix can't be computed again: its recipe is gone, or damaged")
+            known[recipe.key] = recipe
+
+    def _record(self, job: Job, space: Space, recipes: list[Recipe]) -> None:
+        """Keep at hand what the pages of a job were, to be compared with what comes."""
+        until = time.monotonic() + _RECORDED_S
+        if not job.check:
+            room = max(0, _MAX_RECORDED - len(self._recorded))
+            self._recorded.update({(space.number, one.key): _Recorded(replace(one, body=b""), until) for one in recipes[:room]})
+
+    def renew(self, owner: int, job_id: int, lease_s: float) -> None:
+        """Let a worker keep its job for `lease_s` seconds from now."""
+        job = self.queue.renew(owner, job_id, time.monotonic(), lease_s)
+        self._keep_recorded(job)
+
+    def _keep_recorded(self, job: Job) -> None:
+        for key in job.keys:
+            if (one := self._recorded.get((job.number, key))) is not None:
+                one.until = time.monotonic() + _RECORDED_S
+
+    def end(self, owner: int, job_id: int, error: str, measured: Sequence[tuple[str, Drift]]) -> None:
+        """A worker is done with a job, or gives it up. Raises NotFound if it has it no more, which is no harm."""
+        job = self.queue.held_by(owner, job_id)
+        space = self._spaces[job.number]
+        report = self.report(space)
+        if error:
+            self._attempt_failed(job, error[:500])
+        elif job.check:
+            if not all(sane(dtype, drift) for dtype, drift in measured):
+                raise BadRequest("these figures can't be true")
+            for dtype, drift in measured:
+                report.add_drift(dtype, drift)
+            report.checked_pages += len(job.keys)
+            if any(drift.differing for _, drift in measured):
+                report.checks_that_differed += 1
+            self._finish(job)
+        elif self._whole(space, job):
+            self._finish(job)
+        else:
+            self._attempt_failed(job, "the worker said that it was done, but the pages are not there")
+
+    def _attempt_failed(self, job: Job, why: str) -> None:
+        _log.warning("pages [%d, %d) were not computed again at attempt %d: %s", job.first, job.last, job.attempts, why)
+        self._note_failure(job)
+        self.queue.attempt_failed(job, why)
+        self._tell()
+
+    def _note_failure(self, job: Job) -> None:
+        self._stats.rebuild_failed_attempts += 1
+        report = self._reports.setdefault(job.number, RebuildReport())
+        report.failed_attempts += 1
+
+    def release_owner(self, owner: int) -> None:
+        """A worker's client is gone: its jobs are for others."""
+        for job in self.queue.release_owner(owner):
+            self._note_failure(job)
+        self._tell()
+
+    def sweep(self, now: float) -> None:
+        """Take back what workers do not finish in time."""
+        late = self.queue.sweep(now)
+        for job in late:
+            self._note_failure(job)
+        if late:
+            self._tell()
+        self._recorded = {name: one for name, one in self._recorded.items() if one.until >= now} if self._recorded else self._recorded
+
+    def close(self) -> None:
+        """The daemon stops: nobody waits any longer."""
+        self._closed = True
+        self.queue.end_namespace(None, Cancelled(_STOPPING))
+        self._tell()
+
+    def end_space(self, space: Space) -> None:
+        """A namespace is dropped."""
+        self.queue.end_namespace(space.number, UnknownNamespace(f"namespace {space.settings.name!r} was dropped"))
+        self._spaces.pop(space.number, None)
+        self._reports.pop(space.number, None)
+
+    # --- what comes in -------------------------------------------------------------------------------------------------
+
+    def entered(self, space: Space, keys: bytes) -> None:
+        """Pages are in the tree now, or gained parts: jobs may be done, whoever brought them."""
+        self._recipes.entered(space, keys)
+        if not len(self.queue):
+            return
+        jobs = {job.id: job for key in split_keys(keys) if (job := self.queue.find(space.number, key)) is not None}
+        for job in jobs.values():
+            if self._whole(space, job):
+                self._finish(job)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no recipe waits to be written."""
+        return self._recipes.idle
+
+    @staticmethod
+    def _whole(space: Space, job: Job) -> bool:
+        tree = space.tree
+        slot = tree.pages.find_key(job.keys[-1])
+        if slot < 0 or not tree.rules.optional:
+            return slot >= 0
+        slots = tree.path_slots(tree.path_to(slot))
+        return tree.rules.longest(tree.pages.components[slots]) == len(slots)
+
+    def _finish(self, job: Job) -> None:
+        if job.owner is not None and not job.check:
+            report = self.report(self._spaces[job.number])
+            report.rebuilt_pages += len(job.keys)
+            report.took(len(job.keys), time.monotonic() - job.claimed_at)
+            self._stats.rebuilt_pages += len(job.keys)
+        self._stats.rebuild_jobs += 1
+        self.queue.done(job)
+
+    async def _compare(self, fresh: Sequence[Fresh]) -> None:
+        """Pages that were computed again, before what is on record of them is replaced."""
+        if not self._recorded:
+            return
+        pairs = [
+            (one, found.recipe) for one in fresh if (found := self._recorded.pop((one.space.number, one.recipe.key), None)) is not None
+        ]
+        if not pairs:
+            return
+        results = await asyncio.to_thread(_compare_all, pairs)
+        for (one, recorded), result in zip(pairs, results, strict=True):
+            report = self.report(one.space)
+            for dtype, drift in result.drift:
+                report.add_drift(dtype, drift)
+            if result.same is None:
+                report.uncompared_pages += 1
+            elif result.same:
+                report.same_pages += 1
+            elif one.space.settings.rebuild == "exact":
+                report.new_version_pages += 1
+                self._stats.rebuild_new_versions += 1
+                what = f"page {recorded.depth} of a prefix (key {recorded.key.hex()[:16]}…)"
+                _log.warning("namespace %s: %s is not what is on record: it is a new version", one.space.settings.name, what)
+
+    # --- waiting -------------------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """There may be something for workers to claim."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _event(self, job: Job) -> asyncio.Event:
+        return self._events.setdefault(job.id, asyncio.Event())
+
+    def _ended(self, job: Job) -> None:
+        if (event := self._events.pop(job.id, None)) is not None:
+            event.set()
+        if job.error is not None and job.attempts:
+            self._stats.rebuild_failed_jobs += 1
+            self._reports.setdefault(job.number, RebuildReport()).failed_jobs += 1
+        self._tell()
+
+
+def _compare_all(pairs: Sequence[tuple[Fresh, Recipe]]) -> list[Compared]:
+    return [compare(one.space.spec, recorded, one.recipe) for one, recorded in pairs]

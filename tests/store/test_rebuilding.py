@@ -1,0 +1,131 @@
+"""Rebuild jobs in a whole store, without sockets: what workers are given, and how waiting ends."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from blockbuster import BlockBuster
+
+from kvstore.drift import Drift
+from kvstore.errors import BadRequest, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
+from kvstore.store import NamespaceSettings, Space, Store
+from kvstore.store.check import check
+from kvstore.store.rebuild_work import Work
+from tests.store.test_store import SPEC, Prefix, config, put, read, settings_named, tokens_of
+
+WORKER = 7
+
+
+async def text_only(store: Store, prefix: Prefix, first: int = 0) -> Space:
+    """A namespace with a prefix whose pages from `first` on are dropped to text."""
+    space = await store.create_namespace(settings_named(recipes=True))
+    await put(store, space, prefix, b"v" * 16)
+    await store.prefixes.drop(space, tokens_of(prefix), {}, first)
+    return space
+
+
+async def claimed(store: Store, owner: int = WORKER, wait_s: float = 5.0) -> Work:
+    work = await store.rebuilding.claim(owner, "default", None, wait_s, 30.0)
+    assert work is not None
+    return work
+
+
+async def test_what_a_worker_is_given(tmp_path: Path, never_blocks: BlockBuster) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await text_only(store, (1, 2, 3, 4), 2)
+        waiting = asyncio.create_task(store.rebuilding.bring(space, tokens_of((1, 2, 3, 4)), {}, 20))
+        work = await claimed(store)
+        assert (work.job.first, work.job.last, work.tokens, work.extras, work.bodies) == (2, 4, tokens_of((1, 2, 3, 4)), {}, ())
+        assert [(run.first, run.last, len(run.parts)) for run in work.runs] == [(2, 4, 3)]
+        assert await store.rebuilding.claim(WORKER, "default", None, 0, 1) is None
+        assert await store.rebuilding.claim(WORKER, "another tenant", None, 0, 1) is None
+        with pytest.raises(NotFound):
+            store.rebuilding.renew(WORKER + 1, work.job.id, 1)
+        store.rebuilding.renew(WORKER, work.job.id, 1)
+        await put(store, space, (1, 2, 3, 4), b"v" * 16, first=2)  # the bytes of a page follow from its put id here
+        progress = await waiting
+        assert (progress.pages, progress.wanted_pages) == (4, 4)
+        with pytest.raises(NotFound):
+            store.rebuilding.end(WORKER, work.job.id, "", [])
+        assert await read(store, space, (1, 2, 3, 4)) == 4
+        await store.recipes.flush(5)
+        assert store.rebuilding.report(space).same_pages == 2
+        await store.settle()
+        check(store)
+
+
+async def test_a_new_version_is_counted(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await text_only(store, (1, 2, 3), 1)
+        waiting = asyncio.create_task(store.rebuilding.bring(space, tokens_of((1, 2)), {}, 20))
+        work = await claimed(store)
+        await put(store, space, (1, 2), work.job.put_id, first=1)
+        await waiting
+        await store.recipes.flush(5)
+        assert store.rebuilding.report(space).new_version_pages == store.stats.rebuild_new_versions == 1
+        assert store.match(space, tokens_of((1, 2, 3)), {}).pages == 2
+        assert await store.rebuildable_pages(space, tokens_of((1, 2, 3)), {}) == 1
+
+
+async def test_done_means_that_the_pages_are_there(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await text_only(store, (1, 2))
+        waiting = asyncio.create_task(store.rebuilding.bring(space, tokens_of((1, 2)), {}, 20))
+        for attempt in range(3):
+            work = await claimed(store, attempt)
+            if attempt == 1:
+                store.release_owner(attempt)  # its client is gone
+            else:
+                store.rebuilding.end(attempt, work.job.id, "", [])
+        with pytest.raises(RebuildFailed, match=r"3 attempts; the last: the worker said that it was done"):
+            await waiting
+        assert store.rebuilding.report(space).failed_attempts == 3
+
+
+async def test_waiting_ends_with_the_namespace_and_with_the_store(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await text_only(store, (1, 2))
+        waiting = asyncio.create_task(store.rebuilding.bring(space, tokens_of((1, 2)), {}, 20))
+        await asyncio.sleep(0.05)
+        await store.drop_namespace(space)
+        with pytest.raises(UnknownNamespace):
+            await waiting
+        space = await text_only(store, (1, 2))
+        claim = asyncio.create_task(store.rebuilding.claim(WORKER, "default", await store.create_namespace(
+            NamespaceSettings("default", "idle", "idle", SPEC, recipes=True)), 600, 1))  # fmt: skip
+        waiting = asyncio.create_task(store.rebuilding.bring(space, tokens_of((1, 2)), {}, 600))
+        await asyncio.sleep(0.05)
+    for task in (claim, waiting):
+        with pytest.raises(Cancelled):
+            await asyncio.wait_for(task, 5)
+
+
+async def test_checks(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await text_only(store, (9,))
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        await store.recipes.flush(5)
+        with pytest.raises(NotFound, match="page 3"):
+            await store.rebuilding.check(space, tokens_of((1, 2, 3)), {}, 3, 1)
+        waiting = asyncio.create_task(store.rebuilding.check(space, tokens_of((1, 2, 3)), {}, 1, 20))
+        work = await claimed(store)
+        assert (work.job.check, work.job.first, work.job.last, work.tokens) == (True, 1, 3, tokens_of((1, 2, 3)))
+        for wrong in (Drift(10, 11), Drift(10, 5, 0, float("nan"), 1.0), Drift(-1)):
+            with pytest.raises(BadRequest):
+                store.rebuilding.end(WORKER, work.job.id, "", [("bf16", wrong)])
+        with pytest.raises(BadRequest):
+            store.rebuilding.end(WORKER, work.job.id, "", [("f12", Drift(10))])
+        store.rebuilding.end(WORKER, work.job.id, "", [("bf16", Drift(10, 5, 0, 0.5, 1.0))])
+        assert (await waiting).pages == 3
+        report = store.rebuilding.report(space)
+        assert (report.checked_pages, report.checks_that_differed, report.drift["bf16"].max_abs) == (2, 1, 0.5)
+        assert store.stats.rebuild_new_versions == 0
+        waiting = asyncio.create_task(store.rebuilding.check(space, tokens_of((1, 2, 3)), {}, 0, 20))
+        await asyncio.sleep(0.05)
+        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 0)
+        assert await store.rebuilding.claim(WORKER, "default", None, 0, 1) is None
+        with pytest.raises(RebuildFailed, match="gone"):
+            await waiting
+        plain = await store.create_namespace(NamespaceSettings("default", "plain", "plain", SPEC))
+        with pytest.raises(Conflict):
+            await store.rebuilding.check(plain, tokens_of((1,)), {}, 0, 1)

@@ -1,0 +1,396 @@
+"""The text tier in a whole store: recipes come with puts, outlive pages and restarts, and nothing is discarded that lacks one."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blockbuster import BlockBuster
+
+from kvstore.digests import NO_EXTRA, page_key
+from kvstore.errors import BadRequest, Busy, Conflict, NoSpace
+from kvstore.radix.pages import RECIPE
+from kvstore.store import Ack, Clock, NamespaceSettings, Space, Store
+from kvstore.store.check import check, check_recipes_there
+from kvstore.store.check_running import check_running
+from kvstore.store.check_stopped import check_stopped
+from kvstore.store.verify import CheckReport
+from kvstore.tiers.recipe import Recipe, RecipeKind
+from kvstore.tiers.text import RecipeBatch
+from tests.store.test_store import PAGE_TOKENS, SPEC, Prefix, config, page_bytes, put, read, settings_named, tokens_of
+
+
+def keys_of(space: Space, prefix: Prefix) -> list[bytes]:
+    key, tokens, found = space.digest, tokens_of(prefix), []
+    for page in range(len(prefix)):
+        key = page_key(key, tokens[page * 4 * PAGE_TOKENS : (page + 1) * 4 * PAGE_TOKENS] + NO_EXTRA)
+        found.append(key)
+    return found
+
+
+async def recipes_of(store: Store, space: Space, prefix: Prefix) -> list[Recipe | None]:
+    await store.recipes.flush(5)
+    return await store.recipes.read(space, keys_of(space, prefix))
+
+
+def matched(store: Store, space: Space, prefix: Prefix) -> int:
+    return store.match(space, tokens_of(prefix), {}).pages
+
+
+async def rebuildable(store: Store, space: Space, prefix: Prefix) -> int:
+    return await store.rebuildable_pages(space, tokens_of(prefix), {})
+
+
+async def test_recipes_come_with_puts(tmp_path: Path, never_blocks: BlockBuster) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        other = await store.create_namespace(NamespaceSettings("default", "other", "model", SPEC.__class__(8, SPEC.components)))
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        found = await recipes_of(store, space, (1, 2, 3))
+        for depth, (recipe, key) in enumerate(zip(found, keys_of(space, (1, 2, 3)), strict=True)):
+            assert recipe is not None
+            assert (recipe.key, recipe.depth, recipe.kind, recipe.version) == (key, depth, RecipeKind.TOKENS, b"v" * 16)
+            assert recipe.body == tokens_of((depth + 1,))
+            assert recipe.parent == (keys_of(space, (1, 2, 3))[depth - 1] if depth else space.digest)
+            slot = space.tree.pages.find_key(key)
+            assert {p.blob for p in recipe.parts} == {space.blobs.id_of(row) for row in space.rows_of(slot)}
+            assert sum(p.size for p in recipe.parts) == SPEC.page_bytes
+            assert space.tree.pages.flags[slot] & RECIPE
+        assert store.recipes.holding(space).recipes == 3
+        assert store.recipes.holding(other).recipes == 0
+        assert store.usage()["text"].used < 4000
+        check(store)
+
+
+async def test_dropped_to_text_and_reported(tmp_path: Path, never_blocks: BlockBuster) -> None:
+    async with Store(config(tmp_path / "d", max_ghosts=0)) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        await put(store, space, (1, 2, 3, 4), b"v" * 16, Ack.DURABLE)
+        await put(store, space, (1, 2, 9), b"v" * 16)
+        assert await rebuildable(store, space, (1, 2, 3, 4)) == 0
+        assert await store.prefixes.drop(space, tokens_of((1, 2, 3, 4)), {}, 1) == 4  # with (1, 2, 9), which hangs from it
+        assert matched(store, space, (1, 2, 3, 4)) == 1
+        assert await rebuildable(store, space, (1, 2, 3, 4)) == 3
+        assert await rebuildable(store, space, (1, 2, 9, 7)) == 2
+        assert await rebuildable(store, space, (1, 7, 3)) == 0
+        await store.settle()
+        check(store)
+        assert await store.prefixes.drop(space, tokens_of((1,)), {}, 0) == 1
+        assert await rebuildable(store, space, (1, 2, 3, 4)) == 4
+        assert await store.prefixes.drop(space, tokens_of((1,)), {}, 0) == 0
+        assert store.usage()["ssd"].used == 0
+        # What a delete, or an explicit call, takes is gone for good.
+        assert await store.prefixes.delete(space, tokens_of((1, 2, 3)), {}, 2) == 0
+        assert await rebuildable(store, space, (1, 2, 3, 4)) == 2
+        assert await rebuildable(store, space, (1, 2, 9)) == 3
+        assert await store.recipes.delete(space, keys_of(space, (1, 2))[1]) == 2
+        assert await rebuildable(store, space, (1, 2, 9)) == 1
+        await put(store, space, (5, 6), b"v" * 16)
+        await store.recipes.flush(5)
+        assert await store.recipes.delete_all(space) == 1
+        assert store.recipes.holding(space).recipes == 2  # of the pages that are there
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_was_put_is_there_or_can_be_computed_again(tmp_path: Path, seed: int) -> None:
+    """Tiers far too small, drops, deletes and restarts: what was not deleted is matched, or rebuildable, to its last page."""
+    rng, kept = np.random.default_rng(seed), set[Prefix]()
+    changes = {"dram_bytes": 24 * 8704, "ssd_bytes": 200_000, "max_ghosts": [0, 5, 1000][seed], "put_wait_s": 5.0}
+    for _ in range(3):
+        async with Store(config(tmp_path / "d", **changes)) as store:
+            space = await store.create_namespace(settings_named(recipes=True, retention_s=0))
+            for _ in range(60):
+                prefix: Prefix = tuple(rng.integers(0, 3, rng.integers(1, 6)).tolist())
+                match rng.integers(0, 8):
+                    case 0:
+                        await store.prefixes.drop(space, tokens_of(prefix), {}, int(rng.integers(0, len(prefix))))
+                    case 1 if rng.integers(0, 3) == 0:
+                        first = int(rng.integers(0, len(prefix)))
+                        await store.prefixes.delete(space, tokens_of(prefix), {}, first)
+                        kept = {one for one in kept if one[: first + 1] != prefix[: first + 1]}
+                        assert await rebuildable(store, space, prefix) + matched(store, space, prefix) <= first
+                    case _:
+                        first = matched(store, space, prefix)
+                        if first < len(prefix):
+                            await put(store, space, prefix, b"v" * 16, first=first)
+                        kept |= {prefix[: end + 1] for end in range(len(prefix))}
+            for one in kept:
+                assert matched(store, space, one) + await rebuildable(store, space, one) == len(one), f"{one} is lost"
+            await store.settle()
+            check(store)
+            check_recipes_there(store)
+            assert store.stats.evicted_ssd_pages + store.stats.dropped_pages > 0
+
+
+async def test_what_can_not_be_dropped(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        plain = await store.create_namespace(settings_named())
+        await put(store, plain, (1,), b"v" * 16)
+        with pytest.raises(Conflict, match="keeps no recipes"):
+            await store.prefixes.drop(plain, tokens_of((1,)), {}, 0)
+        space = await store.create_namespace(NamespaceSettings("default", "r", "model r", SPEC, recipes=True))
+        await put(store, space, (1, 2), b"v" * 16)
+        lease = store.match(space, tokens_of((1, 2)), {}, owner=1, lease_s=60).lease
+        with pytest.raises(Conflict, match="leased"):
+            await store.prefixes.drop(space, tokens_of((1, 2)), {}, 0)
+        assert lease is not None
+        store.release_lease(1, lease.id)
+        await store.recipes.flush(5)
+        space.tree.pages.flags[space.tree.pages.find_key(keys_of(space, (1, 2))[1])] &= ~np.uint8(RECIPE)
+        with pytest.raises(Conflict, match="1 of these pages have no recipe"):
+            await store.prefixes.drop(space, tokens_of((1, 2)), {}, 0)
+
+
+async def test_they_outlive_restarts_and_go_with_their_namespace(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        await put(store, space, (1, 2, 3), b"v" * 16, Ack.DURABLE)
+        await put(store, space, (7, 8), b"v" * 16)
+        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 0)
+    assert check_stopped(tmp_path / "d", lambda _: None).clean
+    async with Store(config(tmp_path / "d")) as store:
+        (space,) = store.namespaces("default")
+        assert await rebuildable(store, space, (1, 2, 3)) == 3
+        assert await read(store, space, (7, 8)) == 2
+        await store.recipes.flush(5)
+        assert all(space.tree.pages.flags[space.tree.pages.find_key(key)] & RECIPE for key in keys_of(space, (7, 8)))
+        await store.drop_namespace(space)
+        assert store.usage()["text"].used == 0
+        again = await store.create_namespace(settings_named(recipes=True))
+        assert await rebuildable(store, again, (1, 2, 3)) == 0
+
+
+async def test_pages_whose_recipes_were_lost_get_them_again(tmp_path: Path) -> None:
+    """The journal of a namespace with recipes has the labels: a start finds what lacks one, and writes it."""
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        await put(store, space, (1, 2, 3), b"v" * 16, Ack.DURABLE)
+    for file in (tmp_path / "d" / "recipes").iterdir():
+        file.unlink()
+    async with Store(config(tmp_path / "d")) as store:
+        (space,) = store.namespaces("default")
+        assert all(recipe is not None for recipe in await recipes_of(store, space, (1, 2, 3)))
+        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 0)
+        assert await rebuildable(store, space, (1, 2, 3)) == 3
+
+
+async def test_flipped_bits_in_recipes_are_noticed(tmp_path: Path) -> None:
+    """Every page is matched with its own bytes, or missed; no recipe is read that was not written."""
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        for number in range(8):
+            await put(store, space, (number, 1, 2), b"v" * 16, Ack.DURABLE)
+        before = {number: await recipes_of(store, space, (number, 1, 2)) for number in range(8)}
+        for number in range(4):
+            await store.prefixes.drop(space, tokens_of((number,)), {}, 0)
+    file = tmp_path / "d" / "recipes" / "data.mdb"
+    good, found_damage = file.read_bytes(), 0
+    for trial in range(8):
+        rng = np.random.default_rng(trial)
+        raw = bytearray(good)
+        for at in rng.integers(8192, len(raw), 30).tolist():
+            raw[at] ^= 1 << int(rng.integers(8))
+        file.write_bytes(raw)
+        found_damage += not check_stopped(tmp_path / "d", lambda _: None).clean
+        async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+            (space,) = store.namespaces("default")
+            for number in range(8):
+                for now, then in zip(await recipes_of(store, space, (number, 1, 2)), before[number], strict=True):
+                    assert now is None or then is None or (now.body, now.parts) == (then.body, then.parts)
+                assert await read(store, space, (number, 1, 2)) == (0 if number < 4 else 3)
+            await put(store, space, (100 + trial, 1), b"v" * 16)
+            assert all(recipe is not None for recipe in await recipes_of(store, space, (100 + trial, 1)))
+            check(store)
+    assert found_damage > 2, "no flip hit anything: this test shows nothing"
+
+
+async def test_a_running_check_covers_recipes(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        await store.recipes.flush(5)
+
+        async def report() -> CheckReport:
+            steps = [step async for step in check_running(store, [space], lambda: True)]
+            assert isinstance(steps[-1], CheckReport)
+            return steps[-1]
+
+        assert (await report()).clean
+        assert (await report()).namespaces[0].recipes == 3
+        space.digest = b"x" * 32  # as if another digest had been over them
+        found = await report()
+        assert [damage.kind for damage in found.damage] == ["recipe"] * 6  # each does not verify, and so its page has none
+        space.digest = space.settings.digest
+        await store.recipes.delete_all(space)
+        store.recipes.file.commit(RecipeBatch(delete=[(space.number, keys_of(space, (1, 2))[1])]))  # as if it had been lost
+        found = await report()
+        assert [damage.what[:25] for damage in found.damage] == [f"the recipe of page {keys_of(space, (1, 2))[1].hex()[:6]}"]
+        with pytest.raises(AssertionError, match="1 pages count as having a recipe"):
+            check_recipes_there(store)
+
+
+async def test_budget(tmp_path: Path) -> None:
+    """The oldest recipes of pages that are gone make room; those of pages that are there only when there is nothing else."""
+    async with Store(config(tmp_path / "d", recipe_bytes=16_000, dram_bytes=400 * 5000, ssd_bytes=400 * 5000)) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        await put(store, space, (0, 1), b"v" * 16)
+        for number in range(1, 80):
+            await put(store, space, (number,), b"v" * 16)
+            await store.recipes.flush(5)
+            await store.prefixes.drop(space, tokens_of((number,)), {}, 0)
+            assert store.usage()["text"].used <= 16_000
+        assert store.stats.recipes_evicted > 20
+        assert await rebuildable(store, space, (1,)) == 0
+        assert await rebuildable(store, space, (79,)) == 1
+        assert all(recipe is not None for recipe in await recipes_of(store, space, (0, 1)))
+        for number in range(100, 160):  # all of these are there
+            await put(store, space, (number,), b"v" * 16)
+            await store.recipes.flush(5)
+        slots = space.tree.live_slots()
+        flagged = int(((space.tree.pages.flags[slots] & RECIPE) != 0).sum())
+        assert flagged == store.recipes.holding(space).recipes < len(slots)
+        with pytest.raises(Conflict, match="no recipe"):
+            await store.prefixes.drop(space, tokens_of((0, 1)), {}, 0)
+
+
+async def test_age(tmp_path: Path) -> None:
+    clock = Clock()
+    async with Store(config(tmp_path / "d", recipe_ttl_s=100.0), clock) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        await put(store, space, (1,), b"v" * 16)
+        await put(store, space, (2,), b"v" * 16)
+        await store.prefixes.drop(space, tokens_of((1,)), {}, 0)
+        clock.not_before(clock.now() + 200)
+        await store.recipes.expire()
+        assert await rebuildable(store, space, (1,)) == 0
+        assert store.stats.recipes_expired == 1
+        assert store.recipes.holding(space).recipes == 1  # the page is there
+
+
+async def test_nothing_is_discarded_without_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes no recipes: pages stay, puts are refused when nothing else can go, and go on once it takes them again."""
+    async with Store(config(tmp_path / "d", dram_bytes=30 * 5000, ssd_bytes=30 * 5000)) as store:
+        space = await store.create_namespace(settings_named(recipes=True, retention_s=0))
+        commit, failing = store.recipes.file.commit, True
+
+        def fails(batch: Any) -> None:
+            if failing:
+                raise OSError(28, "No space left on device")
+            commit(batch)
+
+        monkeypatch.setattr(store.recipes.file, "commit", fails)
+        done: list[Prefix] = []
+        with pytest.raises((Busy, NoSpace)):  # noqa: PT012 - until it is full
+            for number in range(200):
+                await put(store, space, (number,), b"v" * 16)
+                done.append((number,))
+        assert len(done) >= 10
+        for prefix in done:
+            assert await read(store, space, prefix) == 1, "a page without a recipe was discarded"
+        failing = False
+        async with asyncio.timeout(10):
+            while store.recipes.holding(space).recipes < len(done):
+                await asyncio.sleep(0.05)
+        for number in range(300, 340):
+            await put(store, space, (number,), b"v" * 16)
+        for number in range(len(done)):
+            assert matched(store, space, (number,)) + await rebuildable(store, space, (number,)) == 1
+        await store.settle()
+        check(store)
+
+
+async def test_lossy_pages_go_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Store(config(tmp_path / "d", dram_bytes=30 * 5000, ssd_bytes=30 * 5000, put_wait_s=5.0)) as store:
+        space = await store.create_namespace(settings_named(recipes=True, lossy=True, retention_s=0))
+
+        def fails(batch: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(store.recipes.file, "commit", fails)
+        for number in range(100):
+            await put(store, space, (number,), b"v" * 16)
+        assert store.stats.dropped_pages > 10
+
+
+@pytest.mark.parametrize("ack", [Ack.MEMORY, Ack.DURABLE])
+async def test_never_discards(tmp_path: Path, ack: Ack) -> None:
+    async with Store(config(tmp_path / "d", dram_bytes=20 * 5000, ssd_bytes=40 * 5000)) as store:
+        space = await store.create_namespace(settings_named(rebuild="never", retention_s=0))
+        other = await store.create_namespace(NamespaceSettings("default", "other", "other model", SPEC, retention_s=0))
+        for number in range(8):
+            await put(store, other, (number,), b"v" * 16, Ack.DURABLE)
+        done: list[Prefix] = []
+        with pytest.raises(NoSpace):  # noqa: PT012 - until it is full
+            for number in range(200):
+                await put(store, space, (number,), b"v" * 16, ack)
+                done.append((number,))
+        assert len(done) >= 10
+        for prefix in done:
+            assert await read(store, space, prefix) == 1, "a page was discarded that can't be computed again"
+        assert sum(matched(store, other, (number,)) for number in range(8)) == 0  # those that can be went first
+    async with Store(config(tmp_path / "d", dram_bytes=20 * 5000, ssd_bytes=40 * 5000)) as store:
+        (space,) = (s for s in store.namespaces("default") if s.settings.rebuild == "never")
+        kept = sum(matched(store, space, prefix) for prefix in done)
+        assert kept == len(done) if ack is Ack.DURABLE else kept  # what is only in DRAM when SSD is full goes with the process
+
+
+async def test_what_may_not_be_discarded_is_passed_over(tmp_path: Path) -> None:
+    """SSD and half of DRAM are full of pages that must stay, and they are the coldest: others make room for each other all the same."""
+    async with Store(config(tmp_path / "d", dram_bytes=40 * 8704, ssd_bytes=40_000, policy="lru")) as store:
+        space = await store.create_namespace(settings_named(rebuild="never", retention_s=0))
+        other = await store.create_namespace(NamespaceSettings("default", "other", "other model", SPEC, retention_s=0))
+        for number in range(28):
+            await put(store, space, (number,), b"v" * 16)
+        for number in range(60):
+            await put(store, other, (number,), b"v" * 16)
+        for number in range(28):
+            assert await read(store, space, (number,)) == 1
+        assert matched(store, other, (59,)) == 1
+        await store.settle()
+        check(store)
+
+
+async def test_what_a_client_gives_in_place_of_tokens(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        keys = b"".join(keys_of(space, (1, 2, 3)))
+        with pytest.raises(BadRequest, match="2 recipes for 3 pages"):
+            store.recipes.source.give(space, keys, RecipeKind.TEXT, [b"a", b"b"])
+        with pytest.raises(BadRequest, match="4096"):
+            store.recipes.source.give(space, keys, RecipeKind.TEXT, [bytes(5000)])
+        store.recipes.source.give(space, keys, RecipeKind.TEXT, [b"once", b"upon", b"a time"])
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        assert [(r.kind, r.body) for r in await recipes_of(store, space, (1, 2, 3)) if r is not None] == [
+            (RecipeKind.TEXT, b"once"),
+            (RecipeKind.TEXT, b"upon"),
+            (RecipeKind.TEXT, b"a time"),
+        ]
+        await put(store, space, (4,), b"v" * 16)
+        (own,) = await recipes_of(store, space, (4,))
+        assert own is not None
+        assert own.kind is RecipeKind.TOKENS
+
+
+async def test_samples_are_kept_where_drift_is_told(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True, rebuild="tolerant"))
+        await put(store, space, (1,), b"v" * 16)
+        (recipe,) = await recipes_of(store, space, (1,))
+        assert recipe is not None
+        for part, one in enumerate(recipe.parts):
+            assert len(one.sample) == 128
+            assert one.sample[:2] in page_bytes((1,), b"v" * 16, part)
+
+
+def test_settings() -> None:
+    for changes in ({"rebuild": "sometimes"}, {"rebuild": "never", "recipes": True}, {"rebuild": "never", "lossy": True}):
+        with pytest.raises(BadRequest):
+            settings_named(**changes)
+    plain = settings_named()
+    assert {"rebuild", "lossy"}.isdisjoint(plain.to_dict())
+    assert NamespaceSettings.from_dict(plain.to_dict()) == plain
+    for changes in ({"rebuild": "never"}, {"rebuild": "tolerant", "recipes": True, "lossy": True}):
+        changed = settings_named(**changes)
+        assert NamespaceSettings.from_dict(changed.to_dict()) == changed
+        assert changed.digest == plain.digest
