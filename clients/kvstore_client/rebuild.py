@@ -157,6 +157,9 @@ class AsyncRebuildWorker:
         except _Over:
             self.done += 1  # the pages have come meanwhile, or it is another's by now
             return True
+        except asyncio.CancelledError:
+            await asyncio.shield(self._hand_back(job))
+            raise
         except Exception as raised:  # noqa: BLE001 - whatever it is, the job is for another worker then
             _log.warning("pages [%d, %d) can't be computed again: %s", job.first_page, job.last_page, raised)
             error = raised.message if isinstance(raised, KVStoreError) else f"{type(raised).__name__}: {raised}"
@@ -166,6 +169,11 @@ class AsyncRebuildWorker:
         with contextlib.suppress(NotFound):
             await self._client.call(FrameType.REBUILD_END, RebuildEnd(job=job.job, error=error[:500], drift=figures), Empty)
         return True
+
+    async def _hand_back(self, job: RebuildJob) -> None:
+        """The worker is stopped in the middle: the job need not wait for its lease to end."""
+        with contextlib.suppress(KVStoreError):
+            await self._client.call(FrameType.REBUILD_END, RebuildEnd(job=job.job, error="the worker was stopped"), Empty, timeout=1)
 
     @contextlib.asynccontextmanager
     async def _renewing(self, job: RebuildJob) -> AsyncIterator[None]:

@@ -5,7 +5,7 @@ from typing import Any
 from kvstore.api.convert import hints_of, part_list, split_tokens
 from kvstore.api.estimates import ask_of
 from kvstore.api.replies import OK, Context, Reply, matched, space_of
-from kvstore.api.wire.frames import FrameType
+from kvstore.api.wire.frames import MAX_CONTROL_PAYLOAD, MAX_META, FrameType
 from kvstore.api.wire.messages import (
     Affected,
     MatchRequest,
@@ -21,6 +21,7 @@ from kvstore.api.wire.messages import (
     RebuildRenew,
     RebuildRequest,
     RecipeCounts,
+    pack,
 )
 from kvstore.drift import Drift
 from kvstore.errors import BadRequest, DiskFailing
@@ -101,6 +102,9 @@ async def _claim(context: Context, message: RebuildClaim, payload: bytes) -> Rep
         runs=[PartRunMeta(first_page=run.first, pages=run.last - run.first, parts=part_list(run.parts)) for run in work.runs],
     )  # fmt: skip
     payload = b"".join((work.tokens, *(work.extras[page] for page in extra_pages), *(body.body for body in work.bodies)))
+    if len(payload) > MAX_CONTROL_PAYLOAD or len(pack(answer)) > MAX_META:
+        context.store.rebuilding.give_up(job, "what a worker would have to be told of these pages does not fit into a message")
+        return Reply(FrameType.REBUILD_JOB, RebuildJob())
     return Reply(FrameType.REBUILD_JOB, answer, payload)
 
 

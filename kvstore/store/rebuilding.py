@@ -10,7 +10,7 @@ from kvstore.drift import Drift
 from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
 from kvstore.store.comparing import Compared, RebuildReport, compare, sane
-from kvstore.store.gaps import find_gap, rebuildable_keys
+from kvstore.store.gaps import Gap, find_gap, rebuildable_keys
 from kvstore.store.rebuild import Job, RebuildQueue
 from kvstore.store.rebuild_work import Work, chain, work_of
 from kvstore.store.recipe_source import Fresh, split_keys
@@ -172,7 +172,8 @@ class Rebuilding:
     async def ahead(self, space: Space, tokens: bytes, extras: Extras, within_s: float = 0.0) -> tuple[int, str]:
         """Have missing pages computed before they are needed, if it pays: pages on their way, and why not more.
 
-        It does not if no worker has asked for work of late, or if by what rebuilds took so far they would not be there in time.
+        It does not if no worker has asked for work of late, or if they would not be there in time: by what rebuilds took so far, or if
+        there were none, by what the namespace says that computing costs.
         """
         if space.text is None:
             return 0, "the namespace keeps no recipes"
@@ -181,12 +182,21 @@ class Rebuilding:
             return 0, ""
         if time.monotonic() - self._seen.get(space.settings.tenant, -WORKER_SEEN_S) > WORKER_SEEN_S and not self.jobs_of(space)[1]:
             return 0, "no rebuild worker has asked for work of late"
-        before = sum(len(job.keys) for job in self.queue if job.number == space.number)
-        rate = self.report(space).seconds_a_page
-        if within_s and rate * (before + gap.pages - gap.usable) > within_s:
-            return 0, f"it would take about {rate * (before + gap.pages - gap.usable):.1f} s"
-        jobs = await self._want(space, tokens, extras, EMPTY_PATH, keep_s=AHEAD_S)
+        if within_s and (takes := self._would_take(space, gap)) > within_s:
+            return 0, f"it would take about {takes:.1f} s"
+        try:
+            jobs = await self._want(space, tokens, extras, EMPTY_PATH, keep_s=AHEAD_S)
+        except Busy as error:
+            return 0, error.message
         return sum(len(job.keys) for job in jobs), ""
+
+    def _would_take(self, space: Space, gap: Gap) -> float:
+        """About how many seconds until the missing pages were there; 0 if nothing is known of it."""
+        before = sum(len(job.keys) for job in self.queue if job.number == space.number)
+        if (rate := self.report(space).seconds_a_page) or space.settings.prefill is None:
+            return rate * (before + gap.pages - gap.usable)
+        seconds: float = space.settings.prefill.between(gap.usable * space.spec.page_tokens, gap.pages * space.spec.page_tokens)
+        return seconds
 
     async def check(self, space: Space, tokens: bytes, extras: Extras, first: int, wait_s: float) -> Progress:
         """Have pages that are there, from page `first` on, computed once more and compared; wait `wait_s` at most."""
@@ -323,6 +333,10 @@ class Rebuilding:
             self._finish(job)
         else:
             self._attempt_failed(job, "the worker said that it was done, but the pages are not there")
+
+    def give_up(self, job: Job, why: str) -> None:
+        """A job can't be done by any worker."""
+        self.queue.fail(job, RebuildFailed(why))
 
     def _attempt_failed(self, job: Job, why: str) -> None:
         _log.warning("pages [%d, %d) were not computed again at attempt %d: %s", job.first, job.last, job.attempts, why)

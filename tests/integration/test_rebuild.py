@@ -395,6 +395,28 @@ def test_a_blocking_worker_and_given_text(daemon: DaemonProcess, space: Callable
         own.namespace("plain", "rev-1", SPEC).put(ids, pages, recipe=Given.reference(b"somewhere"))
 
 
+async def test_a_worker_that_is_stopped_hands_its_job_back(daemon: DaemonProcess, space: Callable[..., Namespace]) -> None:
+    namespace, ids = space(), tokens(3)
+    before = await asyncio.to_thread(dropped, namespace, ids)
+    async with AsyncClient(daemon.endpoint) as own:
+        stuck, started = AsyncRebuildWorker(own, namespace.id, lease_s=600), asyncio.Event()
+
+        async def compute(ids: Tokens, prefix: Any, wanted: Wanted) -> Any:
+            started.set()
+            await asyncio.sleep(600)
+
+        stuck.rebuild(compute)
+        working = asyncio.create_task(stuck.run())
+        waiting = asyncio.create_task(asyncio.to_thread(fetched, namespace, ids))
+        await started.wait()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        other = AsyncRebuildWorker(own, namespace.id)
+        other.rebuild(lambda given, prefix, wanted: before)
+        assert await other.run_once(10)
+        assert np.array_equal(await waiting, before)
+
+
 async def test_an_engine_rebuilds_by_being_asked(daemon: DaemonProcess, space: Callable[..., Namespace]) -> None:
     """A server with an OpenAI-compatible endpoint, whose connector writes what it computes to the store under put ids of its own."""
     namespace, ids = space(), tokens(4, seed=3)

@@ -8,6 +8,7 @@ from blockbuster import BlockBuster
 
 from kvstore.drift import Drift
 from kvstore.errors import BadRequest, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
+from kvstore.prefill import Prefill
 from kvstore.store import NamespaceSettings, Space, Store
 from kvstore.store.check import check
 from kvstore.store.rebuild_work import Work
@@ -80,6 +81,10 @@ async def test_done_means_that_the_pages_are_there(tmp_path: Path) -> None:
         with pytest.raises(RebuildFailed, match=r"3 attempts; the last: the worker said that it was done"):
             await waiting
         assert store.rebuilding.report(space).failed_attempts == 3
+        waiting = asyncio.create_task(store.rebuilding.bring(space, tokens_of((1, 2)), {}, 20))
+        store.rebuilding.give_up((await claimed(store)).job, "it does not fit")
+        with pytest.raises(RebuildFailed, match="it does not fit"):
+            await waiting
 
 
 async def test_waiting_ends_with_the_namespace_and_with_the_store(tmp_path: Path) -> None:
@@ -129,3 +134,19 @@ async def test_checks(tmp_path: Path) -> None:
         plain = await store.create_namespace(NamespaceSettings("default", "plain", "plain", SPEC))
         with pytest.raises(Conflict):
             await store.rebuilding.check(plain, tokens_of((1,)), {}, 0, 1)
+
+
+async def test_ahead_of_need_only_if_it_pays(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        plain = await store.create_namespace(NamespaceSettings("default", "plain", "plain", SPEC))
+        assert await store.rebuilding.ahead(plain, tokens_of((1,)), {}) == (0, "the namespace keeps no recipes")
+        space = await store.create_namespace(settings_named(recipes=True, prefill=Prefill(0.5)))
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        assert await store.rebuilding.ahead(space, tokens_of((1, 2, 3)), {}) == (0, "")
+        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 1)
+        assert await store.rebuilding.ahead(space, tokens_of((1, 2, 3)), {}) == (0, "no rebuild worker has asked for work of late")
+        assert await store.rebuilding.claim(WORKER, "default", None, 0, 1) is None
+        # Two pages of four tokens, half a second each by what the namespace says; nothing was computed yet.
+        assert await store.rebuilding.ahead(space, tokens_of((1, 2, 3)), {}, 3.9) == (0, "it would take about 4.0 s")
+        assert await store.rebuilding.ahead(space, tokens_of((1, 2, 3)), {}, 4.1) == (2, "")
+        assert (await claimed(store)).job.keys
