@@ -307,7 +307,11 @@ class Space:
             return False
         if not self.guarded:
             return True
-        flags = self.tree.pages.flags[with_all_below(self.tree, np.array([slot], np.int32))]
+        tree = self.tree
+        node = int(tree.pages.node[slot])
+        flags = tree.pages.flags[slot : tree.nodes.start[node] + tree.nodes.count[node]]
+        if (flags & (RECIPE | GHOST)).all() and tree.nodes.children[node]:
+            flags = tree.pages.flags[with_all_below(tree, np.array([slot], np.int32))]
         return bool((flags & (RECIPE | GHOST)).all())
 
     def remove_page(self, slot: int, *, ghosts: bool = True) -> int:

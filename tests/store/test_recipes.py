@@ -142,6 +142,18 @@ async def test_what_can_not_be_dropped(tmp_path: Path) -> None:
             await store.prefixes.drop(space, tokens_of((1, 2)), {}, 0)
 
 
+async def test_a_page_stays_as_long_as_one_below_it_has_no_recipe(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        for prefix in ((1, 2), (1, 3), (1, 3, 4)):
+            await put(store, space, prefix, b"v" * 16, first=max(0, matched(store, space, prefix)))
+        await store.recipes.flush(5)
+        slots = {prefix: space.tree.pages.find_key(keys_of(space, prefix)[-1]) for prefix in ((1,), (1, 2), (1, 3), (1, 3, 4))}
+        assert all(space.may_discard(slot) for slot in slots.values())
+        space.tree.pages.flags[slots[1, 3, 4]] &= ~np.uint8(RECIPE)
+        assert {prefix for prefix, slot in slots.items() if space.may_discard(slot)} == {(1, 2)}
+
+
 async def test_they_outlive_restarts_and_go_with_their_namespace(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named(recipes=True))
