@@ -49,6 +49,7 @@ bench: $(STAMP) ## Run the benchmarks (iperf3 is measured beside ours where it i
 	$(BIN)/python -m bench.match_scale $(ARGS)
 	$(BIN)/python -m bench.restart $(ARGS)
 	$(BIN)/python -m bench.arena_churn $(ARGS)
+	$(BIN)/python -m bench.same_host $(ARGS)
 
 lock: ## Renew constraints.txt from what the newest packages resolve to
 	$(PYTHON) -m venv $(VENV)

@@ -49,6 +49,8 @@ class Config(BaseModel):
     port: int = Field(7421, ge=0, le=65535, description="TCP port of the data plane; 0 takes a free one")
     http_port: int = Field(7420, ge=0, le=65535, description="port of the HTTP control plane; 0 takes a free one")
     unix_socket: Path | None = Field(None, description="Unix socket of the data plane; in the data directory if not given")
+    unix_users: str = Field("", pattern=r"^(\d+(,\s*\d+)*)?$", description="other users (uids, with commas) that the Unix socket is for")
+    shared_memory: bool = Field(True, description="give clients on this machine their tenant's segments to map, over the Unix socket")
     max_pages: int = Field(10_000_000, ge=1_000, le=200_000_000, description="most pages a namespace can hold")
     max_connections: int = Field(1024, ge=1, le=65536, description="most data-plane connections")
     client_timeout: float = Field(
@@ -123,6 +125,10 @@ class Config(BaseModel):
     def guarded(self) -> bool:
         """Whether tokens are needed."""
         return self.tokens_file is not None or self.tokens is not None
+
+    def users(self) -> frozenset[int]:
+        """The other users that the Unix socket is for."""
+        return frozenset(int(user) for user in self.unix_users.split(",") if user.strip())
 
     def quotas(self) -> dict[str, Quota]:
         """The tenants' quotas, as the store takes them."""

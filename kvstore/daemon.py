@@ -18,6 +18,7 @@ from kvstore.api.certificate import Certificate
 from kvstore.api.data_plane import DataPlane, bind_tcp, bind_unix
 from kvstore.api.guard import Guard
 from kvstore.api.http import ControlPlane
+from kvstore.api.same_host import SameHost
 from kvstore.config import Config
 from kvstore.errors import BadRequest, KVStoreError
 from kvstore.machine import read_memory, tight, too_much
@@ -65,9 +66,12 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
             if recorder is not None:
                 recorder.stats = store.stats
                 store.uses.observers.append(recorder)
-            data_plane = DataPlane(store, guard, tls=tls, max_connections=config.max_connections, client_timeout_s=config.client_timeout)
             listeners = _bind(config)
             endpoints += [endpoint for _, endpoint in listeners]
+            data_plane = DataPlane(
+                store, guard, tls=tls, max_connections=config.max_connections, client_timeout_s=config.client_timeout,
+                host=_same_host(config, endpoints),
+            )  # fmt: skip
             try:
                 async with data_plane.listen(listeners), _watching(guard, certificate, config, store, data_plane):
                     control.ready = (store, data_plane)
@@ -160,6 +164,12 @@ async def _first_of(*events: asyncio.Event) -> None:
             task.cancel()
 
 
+def _same_host(config: Config, endpoints: list[str]) -> SameHost:
+    """What clients on this machine get: shared memory over the Unix socket, if there is one and it is switched on."""
+    there = config.shared_memory and any(endpoint.startswith("unix:") for endpoint in endpoints)
+    return SameHost(f"unix:{_unix_path(config).absolute()}" if there else "", config.users())
+
+
 def _unix_path(config: Config) -> Path:
     return config.unix_socket or config.data_dir / "kvstore.sock"
 
@@ -172,7 +182,7 @@ def _bind(config: Config) -> list[tuple[socket.socket, str]]:
         _log.warning("no Unix socket: %s is too long for one; give a shorter --unix-socket", path)
         return bound
     try:
-        bound.append(bind_unix(path))
+        bound.append(bind_unix(path, for_others=bool(config.unix_users)))
     except BaseException:
         bound[0][0].close()
         raise

@@ -29,6 +29,7 @@ from kvstore.api.wire import (
 )
 from kvstore_client.blocking import Client
 from kvstore_client.blocking_rebuild import RebuildWorker
+from kvstore_client.buffers import SharedBuffer
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.estimate import Costs, Estimate, TierRun
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
@@ -38,12 +39,13 @@ from kvstore_client.rebuild import AsyncRebuildWorker, Rebuilt, Wanted
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given
+from kvstore_client.view import LocalView, PartView
 
 __all__ = [
     "DEFAULT_ENDPOINT", "AsyncClient", "AsyncRebuildWorker", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict",
     "ConnectionLost", "Corrupt", "Costs", "DeadlineExceeded", "Ended", "Estimate", "Follower", "Forbidden", "Given", "Hints",
-    "KVSpec", "KVStoreError", "Match", "MissingParent", "Namespace", "NoSpace", "NotFound", "OpenAIRebuilder", "PartRange",
-    "ProtocolError", "PutResult", "PutStream", "RebuildFailed", "RebuildWorker", "Rebuilt", "Session", "TierRun", "Turn",
-    "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch", "Wanted", "extra_digest", "fingerprint_folder",
-    "fingerprint_revision",
+    "KVSpec", "KVStoreError", "LocalView", "Match", "MissingParent", "Namespace", "NoSpace", "NotFound", "OpenAIRebuilder",
+    "PartRange", "PartView", "ProtocolError", "PutResult", "PutStream", "RebuildFailed", "RebuildWorker", "Rebuilt", "Session",
+    "SharedBuffer", "TierRun", "Turn", "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch", "Wanted",
+    "extra_digest", "fingerprint_folder", "fingerprint_revision",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from kvstore.api.wire import Hints, KVSpec, PartRange
 from kvstore_client.blocking_streams import Follower, PutStream, Session
 from kvstore_client.blocking_text import BlockingTextCalls
+from kvstore_client.buffers import SharedBuffer
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.namespace import Match as AsyncMatch
@@ -18,6 +19,7 @@ from kvstore_client.namespace import OnGroup, PutResult
 from kvstore_client.text import Given
 from kvstore_client.tokens import Extras, Tokens
 from kvstore_client.transfer import Progress
+from kvstore_client.view import LocalView
 
 T = TypeVar("T")
 
@@ -58,19 +60,23 @@ class Client:
         name: str = "",
         token: str | None = None,
         tls: ssl.SSLContext | bool | None = None,
+        shared_memory: bool = True,
     ) -> None:
         self._thread = _LoopThread()
         try:
-            self._client = self._thread.run(self._make(endpoint, connections, timeout, name, token, tls))
+            self._client = self._thread.run(self._make(endpoint, connections, timeout, name, token, tls, shared_memory))
         except BaseException:
             self._thread.stop()
             raise
 
     @staticmethod
     async def _make(
-        endpoint: str, connections: int, timeout: float, name: str, token: str | None, tls: ssl.SSLContext | bool | None
-    ) -> AsyncClient:
-        client = AsyncClient(endpoint, connections=connections, timeout=timeout, name=name, token=token, tls=tls)
+        endpoint: str, connections: int, timeout: float, name: str, token: str | None, tls: ssl.SSLContext | bool | None,
+        shared_memory: bool,
+    ) -> AsyncClient:  # fmt: skip
+        client = AsyncClient(
+            endpoint, connections=connections, timeout=timeout, name=name, token=token, tls=tls, shared_memory=shared_memory
+        )
         return await client.__aenter__()
 
     def __enter__(self) -> "Client":
@@ -92,6 +98,14 @@ class Client:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on this client's loop."""
         return self._thread.run(work)
+
+    def buffer(self, nbytes: int) -> SharedBuffer:
+        """Memory to put from (see AsyncClient.buffer)."""
+        return self._client.buffer(nbytes)
+
+    def drop_buffer(self, buffer: SharedBuffer) -> None:
+        """Give a buffer up."""
+        self.run(self._client.drop_buffer(buffer))
 
     def ping(self, timeout: float | None = None) -> None:
         """Wait until the daemon answers."""
@@ -143,6 +157,15 @@ class Match:
     def estimate(self) -> Estimate | None:
         """What loading it costs beside computing it, if that was asked for."""
         return self.inner.estimate
+
+    @property
+    def valid(self) -> bool:
+        """Whether the lease still holds, as far as can be known here."""
+        return self.inner.valid
+
+    def renew(self, lease_s: float) -> None:
+        """Let the lease last `lease_s` seconds from now."""
+        self._client.run(self.inner.renew(lease_s))
 
     def release(self) -> None:
         """End the lease."""
@@ -200,6 +223,10 @@ class Namespace(BlockingTextCalls):
                 timeout=timeout,
             )
         )
+
+    def view(self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None, timeout: float | None = None) -> LocalView:
+        """Matched pages where they lie in the daemon's memory (see the asynchronous Namespace.view)."""
+        return self._client.run(self.inner.view(match.inner, component=component, pages=pages, timeout=timeout))
 
     def put(
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,

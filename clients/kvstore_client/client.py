@@ -18,10 +18,12 @@ from kvstore.api.wire.messages import (
     NamespaceList,
     NamespaceName,
 )
+from kvstore_client.buffers import Buffers, SharedBuffer
 from kvstore_client.connection import tls_for
 from kvstore_client.estimate import Costs
 from kvstore_client.namespace import Namespace
 from kvstore_client.pool import Pool
+from kvstore_client.same_host import SameHost
 
 DEFAULT_ENDPOINT = "127.0.0.1:7421"
 
@@ -32,7 +34,8 @@ class AsyncClient:
     `connections` carry stripes in parallel. `timeout` (seconds) bounds every call that gives none; when it passes, the
     call raises DeadlineExceeded. Lost connections are restored with backoff within that time. `token` is the bearer token,
     `KVSTORE_TOKEN` of the environment if not given. An endpoint `tls://HOST:PORT`, or `tls`, asks for TLS: with the context
-    given, or one that trusts the certificates in the file `KVSTORE_TLS_CA`, or the system's.
+    given, or one that trusts the certificates in the file `KVSTORE_TLS_CA`, or the system's. With a daemon on this machine bytes
+    go through shared memory where that is possible, unless `shared_memory` is False.
     """
 
     def __init__(
@@ -44,12 +47,15 @@ class AsyncClient:
         name: str = "",
         token: str | None = None,
         tls: ssl.SSLContext | bool | None = None,
+        shared_memory: bool = True,
     ) -> None:
         if not 1 <= connections <= 64:
             raise BadRequest(f"{connections} connections: give 1 to 64")
         self.timeout = timeout
         secret = os.environ.get("KVSTORE_TOKEN", "") if token is None else token
         self._pool = Pool(endpoint, connections, client=name or f"pid {os.getpid()}", token=secret, tls=tls_for(endpoint, tls))
+        self._same_host = SameHost(self._pool, wanted=shared_memory)
+        self._buffers = Buffers()
 
     async def __aenter__(self) -> "AsyncClient":
         try:
@@ -64,7 +70,27 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close all connections; the daemon ends this client's leases and puts."""
+        await self._same_host.close()
+        self._buffers.close()
         await self._pool.close()
+
+    def buffer(self, nbytes: int) -> SharedBuffer:
+        """Memory to compute pages in: what lies in its `array` is put without being sent, if the daemon is on this machine."""
+        return self._buffers.make(nbytes)
+
+    async def drop_buffer(self, buffer: SharedBuffer) -> None:
+        """Give a buffer up; the end of the client does that, too."""
+        await self._buffers.drop(buffer)
+
+    @property
+    def buffers(self) -> Buffers:
+        """What puts are made from."""
+        return self._buffers
+
+    @property
+    def same_host(self) -> SameHost:
+        """What there is of shared memory."""
+        return self._same_host
 
     @property
     def pool(self) -> Pool:
@@ -87,7 +113,7 @@ class AsyncClient:
         """One idempotent control request, repeated if the connection breaks."""
 
         async def attempt() -> tuple[Any, bytes]:
-            connection = await self._pool.connection(self._pool.least_busy())
+            connection = self._same_host.now or await self._pool.connection(self._pool.least_busy())
             return await connection.call(frame_type, message, reply, payload)
 
         async with self.deadline(timeout):

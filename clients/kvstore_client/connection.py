@@ -29,8 +29,10 @@ from kvstore.api.wire import (
     pack,
     unpack,
 )
+from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, ErrorReply, Fetched, FetchRequest, Hello, Message, PutHandle, PutReady, Welcome
 from kvstore.api.wire.runs import pack_runs
+from kvstore.api.wire.same_host import MAX_SEGMENTS, SegmentList, SegmentMeta
 from kvstore_client.plan import FetchPlan, Stripe
 
 M = TypeVar("M", bound=Message)
@@ -86,12 +88,15 @@ class Connection:
         self._reader: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self.lost: KVStoreError | None = None
+        self.on_segments: Callable[[list[SegmentMeta], list[int]], None] | None = None
+        """Takes over the descriptors of segments as they come, whether or not somebody still waits for them."""
 
     @classmethod
     async def open(
-        cls, endpoint: str, *, session: bytes = b"", client: str = "", token: str = "", tls: ssl.SSLContext | None = None
-    ) -> "Connection":
-        """Connect and shake hands.
+        cls, endpoint: str, *, session: bytes = b"", client: str = "", token: str = "", tls: ssl.SSLContext | None = None,
+        descriptors: bool = False,
+    ) -> "Connection":  # fmt: skip
+        """Connect and shake hands. Over a Unix socket, with `descriptors`, file descriptors can be passed.
 
         Raises ConnectionLost, Unauthenticated, Busy (over the quota), VersionMismatch or NotFound (the session is over).
         """
@@ -100,7 +105,10 @@ class Connection:
         sock.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(sock, address)
-            connection = cls(Channel(sock) if tls is None or isinstance(address, str) else TlsChannel(sock, tls, server_name=address[0]))
+            if isinstance(address, str):
+                connection = cls(DescriptorChannel(sock, MAX_SEGMENTS) if descriptors else Channel(sock))
+            else:
+                connection = cls(Channel(sock) if tls is None else TlsChannel(sock, tls, server_name=address[0]))
             await connection._shake_hands(Hello(versions=[PROTOCOL_VERSION], client=client, token=token, session=session))
         except OSError as error:
             sock.close()
@@ -149,6 +157,24 @@ class Connection:
         """Send a control request and wait for its reply. Raises the daemon's typed error."""
         _, meta, body = await self._request(frame_type, message, payload, Call(asyncio.get_running_loop().create_future()))
         return unpack(reply, meta), body
+
+    async def call_with(self, frame_type: FrameType, message: Message, reply: type[M], descriptor: int) -> M:
+        """As `call`, on a connection for descriptors, and with one of them."""
+        assert isinstance(self._channel, DescriptorChannel)
+        number, call = next(self._numbers), Call(asyncio.get_running_loop().create_future())
+        self._raise_if_lost()
+        self._calls[number] = call
+        try:
+            async with self._write_lock:
+                try:
+                    await self._channel.send_with(encode(frame_type, number, pack(message)), [descriptor])
+                except BaseException as error:
+                    self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
+                    raise
+            _, meta, _ = await call.done
+        finally:
+            self._calls.pop(number, None)
+        return unpack(reply, meta)
 
     async def fetch(self, namespace: str, stripe: Stripe, target: memoryview, plan: FetchPlan) -> Fetched:
         """Fetch a stripe of a plan straight into `target`. The plan is told of the pieces as they arrive.
@@ -263,6 +289,8 @@ class Connection:
     def _answer(self, header: Header, meta: bytes, payload: bytes) -> None:
         if header.type is FrameType.ERROR and header.request == 0:
             raise _typed(meta)
+        if header.type is FrameType.SEGMENT_LIST:
+            self._take_segments(unpack(SegmentList, meta).items)
         call = self._calls.pop(header.request, None)
         if call is None or call.done.done():
             if header.type is FrameType.PUT_READY:  # a put that was cancelled while it was asked for: it must not stay open
@@ -298,6 +326,11 @@ class Connection:
             except KVStoreError as error:
                 call.target = None
                 call.done.set_exception(error)
+
+    def _take_segments(self, items: list[SegmentMeta]) -> None:
+        if not isinstance(self._channel, DescriptorChannel) or self.on_segments is None:
+            raise ProtocolError("segments came where none were asked for")
+        self.on_segments(items, self._channel.take(len(items)))
 
     def _abort_late(self, meta: bytes) -> None:
         task = asyncio.create_task(self._abort_put(unpack(PutReady, meta).handle))

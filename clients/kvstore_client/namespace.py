@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import DIGEST_BYTES, BadRequest, Busy, FrameType, Hints, KVSpec, PartRange
+from kvstore.api.wire import DIGEST_BYTES, BadRequest, Busy, FrameType, Hints, KVSpec, NotFound, PartRange
 from kvstore.api.wire.messages import (
     Affected,
     Commit,
@@ -28,14 +29,19 @@ from kvstore.api.wire.messages import (
     PutReady,
     PutStart,
 )
+from kvstore.api.wire.same_host import Place, unpack_places
+from kvstore_client.connection import Connection
 from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
-from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_parts
+from kvstore_client.fetching import fetch_items
+from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
+from kvstore_client.plan import Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given, TextCalls
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
-from kvstore_client.transfer import AT_ONCE_BYTES, Progress, abort_put, fetch_striped, put_at_once, send_striped
+from kvstore_client.transfer import AT_ONCE_BYTES, Progress, abort_put, put_at_once, send_striped
+from kvstore_client.view import LocalView, view_parts
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -83,6 +89,34 @@ class Match:
     """As far as it is best loaded, where that takes other parts."""
     rebuildable_pages: int = -1
     """Pages after `pages` that are gone, but can be computed again (-1 if that was not asked)."""
+    _ends: float = field(default=0.0, repr=False)
+    """When the lease is over by this client's clock: a little before it is by the daemon's."""
+    _session: bytes = field(default=b"", repr=False)
+    _places: bytes = field(default=b"", repr=False)
+    _by_blob: dict[bytes, Place | None] | None = field(default=None, repr=False)
+
+    @property
+    def valid(self) -> bool:
+        """Whether the lease still holds, as far as can be known here: neither released nor expired, and the daemon still ours."""
+        pool = self.namespace.client.pool
+        return self.lease != 0 and time.monotonic() < self._ends and (pool.epoch, pool.session) == (self.epoch, self._session)
+
+    async def renew(self, lease_s: float) -> None:
+        """Let the lease last `lease_s` seconds from now. Raises NotFound if it is over."""
+        ends = time.monotonic() + lease_s
+        await self.namespace.client.renew(self.lease, lease_s)
+        self._ends = ends
+
+    def places(self) -> dict[bytes, Place | None]:
+        """Where each blob was in shared memory when it was matched; empty if that is not known."""
+        if self._by_blob is None:
+            width, ids = DIGEST_BYTES, self._ids
+            self._by_blob = dict(
+                zip((ids[i : i + width] for i in range(0, len(ids), width)), unpack_places(self._places), strict=True)
+                if self._places
+                else ()
+            )
+        return self._by_blob
 
     async def release(self) -> None:
         """End the lease. Harmless if it is over already."""
@@ -101,6 +135,15 @@ class Match:
         if plan != self.estimate:
             raise BadRequest("the plan is not the estimate of this match")
         return self if plan.pages == self.pages else self._cut or replace(self, pages=plan.pages, tokens=plan.tokens, lease=0)
+
+    def parts(self) -> Iterator[tuple[int, PartRange, bytes]]:
+        """Every part to load, as page, range and blob id."""
+        at = 0
+        for first, pages, ranges in self._runs:
+            for page in range(first, first + pages):
+                for part in ranges:
+                    yield page, part, self._ids[at : at + DIGEST_BYTES]
+                    at += DIGEST_BYTES
 
     def usable_boundaries(self) -> npt.NDArray[np.int64]:
         """All usable boundaries in pages, rising; what ranks intersect to agree on one."""
@@ -166,23 +209,36 @@ class Namespace(TextCalls):
         waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it.
         """
         extra_pages, payload = with_extras(token_view(tokens), extras)
+        near = bool(lease_s and parts) and await self._near(timeout)
         message = MatchRequest(
             namespace=self.id, lease_ms=int(lease_s * 1000), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
             base=base.lease if base is not None else 0, hints=hints_meta(hints), estimate=ask_meta(estimate), rebuildable=rebuildable,
-            rebuild_ms=int(rebuild_s * 1000),
+            rebuild_ms=int(rebuild_s * 1000), places=near,
         )  # fmt: skip
+        started = time.monotonic()
         bound = self.client.timeout + rebuild_s if timeout is None and rebuild_s else timeout
         found, ids = await self.client.call(FrameType.MATCH, message, Matched, payload, bound)
         runs, cut_runs = _part_runs(found.runs), _part_runs(found.cut_runs)
-        own = DIGEST_BYTES * sum(pages * len(parts) for _, pages, parts in runs)
+        own, cut = (DIGEST_BYTES * sum(pages * len(parts) for _, pages, parts in of) for of in (runs, cut_runs))
         match = Match(
             found.pages, found.tokens, found.known_pages, found.boundaries, found.dram_pages, found.lease, found.endpoint, found.epoch,
             self, runs, ids[:own], estimate_of(found.estimate, self.spec.page_tokens), rebuildable_pages=found.rebuildable_pages,
+            _ends=started + found.lease_ms / 1000, _session=self.client.pool.session, _places=ids[own + cut :],
         )  # fmt: skip
         if cut_runs and match.estimate is not None:
             plan = match.estimate
-            match._cut = replace(match, pages=plan.pages, tokens=plan.tokens, lease=0, _runs=cut_runs, _ids=ids[own:])
+            match._cut = replace(
+                match, pages=plan.pages, tokens=plan.tokens, lease=0, _runs=cut_runs, _ids=ids[own : own + cut], _by_blob=match.places()
+            )
         return match
+
+    async def _near(self, timeout: float | None) -> bool:
+        """Whether there is shared memory with the daemon."""
+        same_host = self.client.same_host
+        if same_host.now is not None or same_host.hopeless:
+            return same_host.now is not None
+        async with self.client.deadline(timeout):
+            return await self.client.pool.retry(same_host.connection) is not None
 
     async def fetch(
         self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
@@ -213,14 +269,26 @@ class Namespace(TextCalls):
         if not len(target):
             return 0
         groups = layer_groups(wanted, group_layers)
-        todo = FetchPlan(
-            match.items(first, last, wanted, groups), self.client.pool.size, progress=progress,
-            on_group=None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi),
-        )  # fmt: skip
+        items = match.items(first, last, wanted, groups)
+        tell = None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi)
         async with self.client.deadline(timeout):
-            await fetch_striped(self.client.pool, self.id, todo, target)
-        todo.verify()
-        return todo.nbytes
+            return await fetch_items(match, items, target, tell, progress)
+
+    async def view(
+        self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None, timeout: float | None = None
+    ) -> LocalView:
+        """The parts of matched pages [first, last) where they lie in the daemon's memory, without a copy (see LocalView).
+
+        By default all pages on which the component is needed. What is on SSD is brought up first. Only for a leased match, with a
+        daemon on this machine: raises Unsupported without shared memory, NotFound for what is not there (any more).
+        """
+        if not match.lease:
+            raise NotFound("there is no lease: what it shows could be replaced at any moment")
+        first, last = pages or match.pages_of(component)
+        if not 0 <= first <= last <= match.pages:
+            raise BadRequest(f"pages [{first}, {last}) of a match of {match.pages}")
+        async with self.client.deadline(timeout):
+            return await view_parts(match, component, first, last)
 
     async def put(
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
@@ -297,14 +365,16 @@ class Namespace(TextCalls):
         progress: Progress | None = None,
     ) -> Committed:  # fmt: skip
         """One commit. A put that is cut off is put again: whoever commits a page first wins, so that is harmless."""
-        at_once = layout.nbytes <= AT_ONCE_BYTES and layout.total - layout.first_page <= PUT_PAGES
+        at_once = layout.total - layout.first_page <= PUT_PAGES
 
         async def attempt() -> Committed:
             nonlocal at_once
             while True:
-                message.handle = secrets.randbits(62) + 1 if at_once else 0
+                near = await near_connection(self.client, layout.nbytes)
+                most = AT_ONCE_BYTES if near is None else NEAR_AT_ONCE_BYTES
+                message.handle = secrets.randbits(62) + 1 if at_once and layout.nbytes <= most else 0
                 try:
-                    return await self._put_attempt(message, payload, data, layout, whole_s, progress)
+                    return await self._put_attempt(near, message, payload, data, layout, whole_s, progress)
                 except Busy as busy:
                     at_once = False  # next time it is only sent when there is room
                     await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
@@ -312,8 +382,8 @@ class Namespace(TextCalls):
         return await self.client.pool.retry(attempt)
 
     async def _put_attempt(
-        self, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float,
-        progress: Progress | None,
+        self, near: Connection | None, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout,
+        whole_s: float, progress: Progress | None,
     ) -> Committed:  # fmt: skip
         pool, parts, whole_ms = self.client.pool, [PartRange(*p) for p in message.parts], int(whole_s * 1000)
         if message.handle:
@@ -326,8 +396,12 @@ class Namespace(TextCalls):
         commit = Commit(handle=handle, wait_ms=10_000, whole_ms=whole_ms)
         try:
             frames = layout.frames(wanted, parts)
+            if message.handle and near is not None:
+                return await put_near_at_once(self.client, near, message, payload, frames, data, commit, progress)
             if message.handle:
                 return await put_at_once(pool, message, payload, frames, data, commit, progress)
+            if near is not None and (done := await put_near(self.client, near, commit, frames, data, progress)) is not None:
+                return done
             await send_striped(pool, handle, frames, data, progress)
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
         except asyncio.CancelledError:

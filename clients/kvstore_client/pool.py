@@ -70,6 +70,11 @@ class Pool:
     async def _connect(self, session: bytes) -> Connection:
         return await Connection.open(self.endpoint, session=session, client=self._client, token=self._token, tls=self._tls)
 
+    async def open_beside(self, endpoint: str) -> Connection:
+        """A connection of this session that can carry descriptors; to our own endpoint if that is a Unix socket."""
+        mine = self.endpoint if self.endpoint.startswith("unix:") else endpoint
+        return await Connection.open(mine, session=self.session, client=self._client, token=self._token, descriptors=True)
+
     def least_busy(self) -> int:
         """The slot whose connection has the fewest requests in flight; open ones are preferred."""
 

@@ -6,6 +6,7 @@ connection, at most `MAX_REQUESTS` at a time. The loop stops reading while there
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from kvstore.api.auth import Grant, forbidden
 from kvstore.api.guard import Guard
 from kvstore.api.rebuilds import slow_match, waits
 from kvstore.api.replies import Reply
-from kvstore.api.requests import ACCESS, QUICK, SLOW, Slow
+from kvstore.api.request_tables import ACCESS, QUICK, SLOW
+from kvstore.api.requests import Slow
+from kvstore.api.same_host import SameHost, SameHostPeer
 from kvstore.api.sessions import Session, Sessions
 from kvstore.api.streaming import receive_slices, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack
+from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
 from kvstore.errors import Cancelled, ConnectionLost, Forbidden, KVStoreError, ProtocolError, Unauthenticated, VersionMismatch
 from kvstore.store import Store
@@ -59,7 +63,7 @@ class Connection:
 
     def __init__(
         self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore,
-        guard: Guard, timeout_s: float = CLIENT_TIMEOUT_S,
+        guard: Guard, timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None,
     ) -> None:  # fmt: skip
         self.store = store
         self._timeout_s = timeout_s
@@ -68,6 +72,8 @@ class Connection:
         self.channel = channel
         self.session: Session
         self.grant: Grant | None = None
+        self._host = host or SameHost()
+        self.same_host: SameHostPeer | None = None
         self._guard = guard
         self._over: KVStoreError | None = None
         self._sessions = sessions
@@ -85,6 +91,8 @@ class Connection:
                 try:
                     await self._frames()
                 finally:
+                    if self.same_host is not None:
+                        self.same_host.close()
                     self._sessions.leave(self.session)
         except (ConnectionLost, TimeoutError) as error:
             _log.debug("connection closed: %s", error)
@@ -126,9 +134,11 @@ class Connection:
             _log.info("a client is refused (%s): %s", error.code, error.message)
             await self._error(header.request, error)
             return False
+        self.same_host = self._host.peer(self.channel)
+        same_host, host = self._host.hint(self.channel.sock)
         welcome = Welcome(
             version=PROTOCOL_VERSION, epoch=self.store.epoch, session=self.session.id,
-            server=f"kvstore {__version__}", endpoint=self.endpoint,
+            server=f"kvstore {__version__}", endpoint=self.endpoint, same_host=same_host, host=host,
         )  # fmt: skip
         try:
             await self.reply(header.request, FrameType.WELCOME, welcome)
@@ -310,7 +320,17 @@ class Connection:
             raise ConnectionLost("the client does not take what is sent to it") from error
 
     async def _send_reply(self, request: int, reply: Reply) -> None:
-        await self.reply(request, reply.type, reply.message, reply.payload)
+        if not reply.descriptors:
+            await self.reply(request, reply.type, reply.message, reply.payload)
+            return
+        assert isinstance(self.channel, DescriptorChannel)
+        buffers = encode(reply.type, request, pack(reply.message), reply.payload)
+        try:
+            async with self._write_lock:
+                await self._sent_whole(self.channel.send_with(buffers, reply.descriptors))
+        finally:
+            for descriptor in reply.descriptors:
+                os.close(descriptor)
 
     async def _error(self, request: int, error: KVStoreError) -> None:
         message = ErrorReply(code=error.code, message=error.message, retry_after_ms=error.retry_after_ms)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvstore.api.connection import CLIENT_TIMEOUT_S, Connection
 from kvstore.api.guard import Guard
+from kvstore.api.same_host import SameHost
 from kvstore.api.sessions import Sessions
 from kvstore.api.wire import Channel, TlsChannel
 from kvstore.errors import Conflict
@@ -31,9 +32,10 @@ class DataPlane:
 
     def __init__(
         self, store: Store, guard: Guard, *, tls: ssl.SSLContext | None = None, max_connections: int = 1024,
-        client_timeout_s: float = CLIENT_TIMEOUT_S,
+        client_timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None,
     ) -> None:  # fmt: skip
         self._tls = tls
+        self._host = host or SameHost()
         self._guard = guard
         self.sessions = Sessions(store)
         self._store = store
@@ -65,6 +67,7 @@ class DataPlane:
             for task in (*acceptors, *self._connections):
                 task.cancel()
             await asyncio.gather(*acceptors, *self._connections, return_exceptions=True)
+            self._host.close()
             for listener, _ in sockets:
                 listener.close()
 
@@ -81,14 +84,19 @@ class DataPlane:
                 _log.warning("more than %d connections: one is refused", self._max_connections)
                 sock.close()
                 continue
+            if not self._host.admits(sock):
+                _log.warning("a user that the Unix socket is not for is refused")
+                sock.close()
+                continue
             task = asyncio.create_task(self._serve(sock, endpoint), name=f"kvstore-connection {endpoint}")
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
 
     async def _serve(self, sock: socket.socket, endpoint: str) -> None:
-        plain = self._tls is None or sock.family == socket.AF_UNIX
-        channel = Channel(sock) if plain or self._tls is None else TlsChannel(sock, self._tls)
-        connection = Connection(channel, self._store, self.sessions, endpoint, self._large_payloads, self._guard, self._client_timeout_s)
+        channel = self._channel(sock)
+        connection = Connection(
+            channel, self._store, self.sessions, endpoint, self._large_payloads, self._guard, self._client_timeout_s, self._host
+        )
         task = asyncio.current_task()
         assert task is not None
         self._serving[connection] = task
@@ -99,6 +107,11 @@ class DataPlane:
         finally:
             del self._serving[connection]
             channel.close()
+
+    def _channel(self, sock: socket.socket) -> Channel:
+        if sock.family == socket.AF_UNIX:
+            return self._host.channel(sock)
+        return Channel(sock) if self._tls is None else TlsChannel(sock, self._tls)
 
 
 def bind_tcp(host: str, port: int) -> tuple[socket.socket, str]:
@@ -117,14 +130,17 @@ def bind_tcp(host: str, port: int) -> tuple[socket.socket, str]:
     return listener, f"{name}:{listener.getsockname()[1]}"
 
 
-def bind_unix(path: Path) -> tuple[socket.socket, str]:
-    """A listening Unix socket, for this user only, and its endpoint, `unix:PATH`. A dead daemon's socket is replaced."""
+def bind_unix(path: Path, *, for_others: bool = False) -> tuple[socket.socket, str]:
+    """A listening Unix socket, for this user only, and its endpoint, `unix:PATH`. A dead daemon's socket is replaced.
+
+    With `for_others` every user can connect, and who may stay is for `SameHost.admits` to say.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             path.unlink()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mask = os.umask(0o177)
+        mask = os.umask(0o111 if for_others else 0o177)
         try:
             listener.bind(str(path))
         finally:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from kvstore.api.convert import boundary_runs, part_runs
 from kvstore.api.estimates import estimate_meta
+from kvstore.api.same_host import SameHostPeer
 from kvstore.api.sessions import Session
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import Empty, Matched, MatchRequest, Message
@@ -17,6 +18,7 @@ class Context(Protocol):
     store: Store
     session: Session
     endpoint: str
+    same_host: SameHostPeer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class Reply:
     type: FrameType
     message: Message
     payload: bytes = b""
+    descriptors: tuple[int, ...] = ()
+    """Sent with it, and closed then."""
 
 
 OK = Reply(FrameType.OK, Empty())
@@ -39,6 +43,8 @@ def space_of(context: Context, name: str) -> Space:
 def matched(context: Context, message: MatchRequest, match: Match, rebuildable_pages: int = -1) -> Reply:
     """The answer to a match."""
     ids = [table.ids for table in (match.parts, match.cut_parts) if table is not None]
+    near = message.places and match.lease is not None and context.same_host is not None
+    places = [context.store.sharing.places(match.lease.space, match.parts.rows)] if near and match.lease and match.parts else []
     return Reply(
         FrameType.MATCHED,
         Matched(
@@ -47,6 +53,7 @@ def matched(context: Context, message: MatchRequest, match: Match, rebuildable_p
             lease=match.lease.id if match.lease else 0, lease_ms=message.lease_ms if match.lease else 0,
             runs=part_runs(match.parts) if match.parts else [], estimate=estimate_meta(match.estimate),
             cut_runs=part_runs(match.cut_parts) if match.cut_parts else [], rebuildable_pages=rebuildable_pages,
+            places=bool(places),
         ),
-        b"".join(ids),
+        b"".join(ids + places),
     )  # fmt: skip

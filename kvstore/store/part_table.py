@@ -23,10 +23,11 @@ class PartRun:
 
 @dataclass(frozen=True, slots=True)
 class PartTable:
-    """Which parts to load for a prefix: runs in page order, and `ids`, 16 bytes for each part of each page in order."""
+    """Which parts to load for a prefix: runs in page order, and for each part of each page in order 16 bytes of `ids`, and its blob row."""
 
     runs: tuple[PartRun, ...]
     ids: bytes
+    rows: Slots
 
 
 def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
@@ -37,6 +38,11 @@ def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
         first = np.array([rules.first_page(component, len(slots)) for component in range(len(space.spec.components))])
         needed = columns.page >= first[columns.component]
         columns = PartColumns(columns.page[needed], columns.blob[needed], columns.component[needed], columns.ranges[needed])
+    if len(slots) == 1 and len(columns.page):  # a look at one page: what numpy costs for each call is all there is to it
+        ranges = zip(columns.component.tolist(), columns.ranges.tolist(), strict=True)
+        run = PartRun(0, 1, tuple(PartRange(component, *where) for component, where in ranges))
+        here = all(slot != NO_SLOT for slot in space.blobs.slot[columns.blob].tolist())
+        return PartTable((run,), space.blobs.ids_of(columns.blob), columns.blob), int(here)
     resident = space.blobs.slot[columns.blob] != NO_SLOT
     in_dram = len(slots) - len(distinct(columns.page[~resident]))
     geometry = np.concatenate([columns.component[:, np.newaxis].astype(np.uint16), columns.ranges], axis=1)
@@ -49,7 +55,7 @@ def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
         end = _same_geometry_until(geometry, counts, starts, page)
         runs.append(PartRun(page, end - page, tuple(PartRange(*(int(x) for x in row)) for row in mine)))
         page = end
-    return PartTable(tuple(runs), space.blobs.ids_of(columns.blob)), in_dram
+    return PartTable(tuple(runs), space.blobs.ids_of(columns.blob), columns.blob), in_dram
 
 
 def _same_geometry_until(geometry: npt.NDArray[np.uint16], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], page: int) -> int:

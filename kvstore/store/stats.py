@@ -17,6 +17,8 @@ class Stats:
     puts_aborted: int = 0
     puts_busy: int = 0
     puts_no_space: int = 0
+    copied_put_bytes: int = 0
+    shared_segments: int = 0
     fetches: int = 0
     fetch_bytes: int = 0
     fetch_misses: int = 0

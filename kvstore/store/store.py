@@ -41,6 +41,7 @@ from kvstore.store.replacement import DRAM, Replacement
 from kvstore.store.residency import Held, Residency
 from kvstore.store.scrub import Scrubber
 from kvstore.store.session_ends import SessionEnds
+from kvstore.store.sharing import Sharing
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.spaces import Spaces
 from kvstore.store.ssd_state import SsdState
@@ -204,6 +205,7 @@ class Store:
         self.prefixes = Prefixes(self._residency, self._writeback, self.pins, self.uses, self.recipes)
         self._expiry = Expiry(lambda: self._spaces, self.uses, self._clock.now, self._writeback.poke)
         self.following = Following(self._puts, config.put_idle_s)
+        self.sharing = Sharing(self._arena, self._residency, self.stats)
 
     async def _load(self) -> None:
         await self._recovery.run()
@@ -451,6 +453,7 @@ class Store:
         self._puts.release_owner(owner)
         self.following.release_owner(owner)
         self.rebuilding.release_owner(owner)
+        self.sharing.release_owner(owner)
 
     # --- looking on ----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.tiers import Usage
+from kvstore.tiers.sharing import NOWHERE, PLACE, RETIRED, STATE, Words, is_sealed, seal, tail_bytes, words_of
 from kvstore.tiers.vacating import Candidate
 
 NO_OWNER = -1
@@ -28,6 +29,7 @@ _SEGMENT_SHIFT = 32
 _SLOT_MASK = (1 << _SEGMENT_SHIFT) - 1
 _MOST_SHARE, _LEAST_SHARE = 256, 1024
 _GROWTH = 8
+_FEW = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -46,7 +48,10 @@ def slot_bytes_for(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @dataclass(slots=True)
 class Segment:
-    """One memfd. `free` holds the numbers of its free slots, `owner` who says that a slot is theirs (-1 for nobody)."""
+    """One memfd. `free` holds the numbers of its free slots, `owner` who says that a slot is theirs (-1 for nobody).
+
+    `words` lie behind its slots: what those who have it mapped learn of them (see kvstore/tiers/sharing.py).
+    """
 
     slot_class: SlotClass
     slots: int
@@ -55,6 +60,7 @@ class Segment:
     view: memoryview
     free: list[int]
     owner: npt.NDArray[np.int64]
+    words: Words
     shut: bool = False
     """Being vacated: its free slots are not handed out."""
 
@@ -93,25 +99,30 @@ def create_segment(slot_class: SlotClass, slots: int) -> Segment:
 
     Raises OSError if the machine has no memory for it.
     """
-    size = slot_class.slot_bytes * slots
+    slot_bytes = slot_class.slot_bytes * slots
+    size = slot_bytes + tail_bytes(slot_bytes, slots)
     fd = os.memfd_create("kvstore-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(slot_bytes), _MADV_HUGEPAGE)
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
             os.posix_fallocate(fd, 0, size)
+        with contextlib.suppress(OSError):  # a kernel before 5.1: then nobody gets it
+            seal(fd)
     except BaseException:
         os.close(fd)
         raise
     free, owner = list(range(slots - 1, -1, -1)), np.full(slots, NO_OWNER, np.int64)
-    return Segment(slot_class, slots, fd, memory, memoryview(memory), free, owner)
+    return Segment(slot_class, slots, fd, memory, memoryview(memory), free, owner, words_of(memory, slots))
 
 
 def close_segments(segments: Iterable[Segment]) -> None:
     """Give the memory of segments back to the system. Views still held elsewhere stay readable until they are dropped. Blocking."""
     for segment in segments:
+        segment.words[STATE] = RETIRED
+        segment.words = np.zeros(0, np.uint64)  # or the mapping could not be closed
         segment.view.release()
         with contextlib.suppress(BufferError):
             segment.memory.close()
@@ -219,6 +230,7 @@ class Arena:
             self._open.setdefault(segment.slot_class, []).append(number)
         segment.free.append(slot & _SLOT_MASK)
         segment.owner[slot & _SLOT_MASK] = NO_OWNER
+        segment.words[1 + (slot & _SLOT_MASK)] += np.uint64(1)  # before anybody can write here again
         self._used -= segment.slot_class.slot_bytes
         self._used_by[segment.slot_class.tenant] -= segment.slot_class.slot_bytes
         if segment.empty:
@@ -235,6 +247,34 @@ class Arena:
     def slot_bytes(self, slot: int) -> int:
         """Bytes a slot takes up."""
         return self.class_of(slot).slot_bytes
+
+    def places(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        """Where slots lie, as those see it who have the segments mapped (PLACE); a negative slot is nowhere."""
+        if len(slots) <= _FEW:
+            return np.array([self._place(slot) for slot in slots.tolist()], PLACE)
+        found = np.zeros(len(slots), PLACE)
+        found["segment"] = NOWHERE
+        numbers = slots >> _SEGMENT_SHIFT
+        for number in dict.fromkeys(numbers[slots >= 0].tolist()):
+            mine = numbers == number
+            segment, inside = self._segments[number], slots[mine] & _SLOT_MASK
+            found["segment"][mine] = number
+            found["slot"][mine] = inside
+            found["offset"][mine] = inside * segment.slot_class.slot_bytes
+            found["generation"][mine] = segment.words[1 + inside]
+        return found
+
+    def _place(self, slot: int) -> tuple[int, int, int, int]:
+        if slot < 0:
+            return NOWHERE, 0, 0, 0
+        number, inside = slot >> _SEGMENT_SHIFT, slot & _SLOT_MASK
+        segment = self._segments[number]
+        return number, inside, inside * segment.slot_class.slot_bytes, int(segment.words[1 + inside])
+
+    def shareable(self, tenant: str, number: int) -> Segment | None:
+        """A segment, if it is there, the tenant's, and sealed."""
+        segment = self._segments.get(number)
+        return segment if segment is not None and segment.slot_class.tenant == tenant and is_sealed(segment.fd) else None
 
     # --- segments ------------------------------------------------------------------------------------------------------
 
@@ -278,6 +318,7 @@ class Arena:
     def retire(self, number: int) -> Segment:
         """Take out an empty segment. Its bytes stay reserved until it is closed, and `release` is called."""
         segment = self._segments.pop(number)
+        segment.words[STATE] = RETIRED
         del self._empty[number]
         self._empty_bytes -= segment.nbytes
         if not segment.shut:

@@ -10,7 +10,7 @@ import pytest
 from kvstore.api.auth import EVERYBODY, Access, Grant, TokenTable, parse_token_file, parse_token_list, secret_digest
 from kvstore.api.guard import Guard
 from kvstore.api.http import ControlPlane
-from kvstore.api.requests import ACCESS, QUICK, SLOW
+from kvstore.api.request_tables import ACCESS, QUICK, SLOW
 from kvstore.api.wire import FrameType
 from kvstore.config import load_config
 from kvstore.errors import BadRequest, Busy, NoSpace, Unauthenticated
@@ -185,6 +185,7 @@ def test_every_frame_of_a_client_has_its_access() -> None:
         FrameType.PING, FrameType.CANCEL, FrameType.NAMESPACE_GET, FrameType.NAMESPACE_LIST, FrameType.MATCH,
         FrameType.LEASE_RENEW, FrameType.LEASE_RELEASE, FrameType.FETCH, FrameType.FOLLOW, FrameType.OUTCOME, FrameType.PREFETCH,
         FrameType.RECIPES, FrameType.REBUILD,
+        FrameType.SEGMENTS, FrameType.LOCATE,
     }  # fmt: skip
 
 

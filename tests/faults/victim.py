@@ -20,7 +20,7 @@ LEASES = 30
 def main() -> None:
     """Do one thing over and over until killed."""
     endpoint, mode, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    with Client(endpoint, connections=2, name="victim") as client:
+    with Client(endpoint, connections=2, name="victim", shared_memory=False) as client:
         namespace = open_namespace(client)
         if mode in ("put", "durable"):
             for seed in range(first, first + 100_000):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64
 
-from kvstore.api.requests import QUICK, SLOW
+from kvstore.api.request_tables import QUICK, SLOW
 from kvstore.api.wire import FrameType, Run, pack_runs
 from kvstore.api.wire.frames import BULK, HEADER_BYTES, SLICES_META
 from kvstore.api.wire.messages import Cancel, FetchRequest, Hello, Message

@@ -52,7 +52,7 @@ def test_put_match_fetch_blocking(daemon: DaemonProcess) -> None:
 async def test_the_asynchronous_client_and_its_striping(daemon: DaemonProcess) -> None:
     data = np.random.default_rng(1).integers(0, 256, 3 * BIG.page_bytes, dtype=np.uint8)
     tokens = np.arange(12, dtype=np.uint32)
-    async with AsyncClient(daemon.endpoint, connections=4) as client:
+    async with AsyncClient(daemon.endpoint, connections=4, shared_memory=False) as client:
         namespace = await client.namespace("big", "rev-1", BIG)
         await namespace.put(tokens, data)
         async with await namespace.match(tokens) as match:
@@ -104,10 +104,11 @@ def test_another_model_or_spec_under_a_name_is_a_conflict(daemon: DaemonProcess)
             client.namespace("pages", "rev-1", BIG)
 
 
-async def test_cancelling_a_transfer_stops_it(daemon: DaemonProcess) -> None:
+@pytest.mark.parametrize("shared_memory", [False, True])
+async def test_cancelling_a_transfer_stops_it(daemon: DaemonProcess, shared_memory: bool) -> None:
     tokens = np.arange(40_000, 40_012, dtype=np.uint32)
     data = np.random.default_rng(3).integers(0, 256, 3 * BIG.page_bytes, dtype=np.uint8)
-    async with AsyncClient(daemon.endpoint, connections=2) as client:
+    async with AsyncClient(daemon.endpoint, connections=2, shared_memory=shared_memory) as client:
         namespace = await client.namespace("cancel", "rev-1", BIG)
         await namespace.put(tokens, data)
         match = await namespace.match(tokens)

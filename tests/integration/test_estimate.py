@@ -160,7 +160,7 @@ def test_costs_that_make_no_sense_are_refused(daemon: DaemonProcess) -> None:
 def test_rates_are_measured_and_shown(daemon: DaemonProcess) -> None:
     assert not any(rate["measured"] for rate in stat(daemon.http)["rates"].values())
     many = context(90, 40)
-    with Client(daemon.endpoint) as client:
+    with Client(daemon.endpoint, shared_memory=False) as client:
         namespace = client.namespace("pages")
         namespace.fetch(namespace.match(TOKENS), np.empty(PAGES * SPEC.page_bytes, np.uint8))
         namespace.put(many, content(many))

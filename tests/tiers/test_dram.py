@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvstore.tiers.dram import Arena, SlotClass, make_segment
+from kvstore.tiers.dram import Arena, SlotClass, close_segments, make_segment
+from kvstore.tiers.sharing import NOWHERE, RETIRED, STATE
 
 
 def fill(arena: Arena, slot_class: SlotClass, most: int = 10_000) -> list[int]:
@@ -76,3 +78,49 @@ def test_a_slot_larger_than_a_segment_gets_one_of_its_own() -> None:
 @pytest.mark.parametrize("nbytes", [1, 255, 256, 257, 65536])
 def test_slot_sizes_are_rounded_up(nbytes: int) -> None:
     assert nbytes <= Arena.slot_class("t", nbytes).slot_bytes < nbytes + 256
+
+
+def test_a_place_holds_until_its_slot_is_freed() -> None:
+    arena = Arena(1 << 20, segment_bytes=1 << 16)
+    slots = fill(arena, Arena.slot_class("t", 5000), most=20)
+    places = arena.places(np.array([*slots, -1], np.int64))
+    assert places["segment"][-1] == NOWHERE
+    for slot, place in zip(slots, places, strict=False):
+        arena.view(slot)[:3] = b"abc"
+        segment = arena.shareable("t", int(place["segment"]))
+        assert segment is not None
+        at = int(place["offset"])
+        assert bytes(segment.view[at : at + 3]) == b"abc"
+        assert segment.words[1 + int(place["slot"])] == place["generation"]
+    gone = slots[7]
+    arena.free(gone)
+    again = arena.allocate(Arena.slot_class("t", 5000))
+    assert again == gone, "the slot is used again"
+    now = arena.places(np.array(slots, np.int64))
+    assert now["generation"][7] == places["generation"][7] + 1
+    rest = [n for n in range(20) if n != 7]
+    assert (now[rest] == places[rest]).all()
+    arena.close()
+
+
+def test_segments_are_one_tenants_and_their_memory_is_never_used_again() -> None:
+    arena = Arena(1 << 20, segment_bytes=1 << 16)
+    mine = fill(arena, Arena.slot_class("mine", 5000))
+    numbers = {int(n) for n in arena.places(np.array(mine, np.int64))["segment"]}
+    assert all(arena.shareable("mine", n) is not None and arena.shareable("other", n) is None for n in numbers)
+    words = {n: segment.words for n in numbers if (segment := arena.shareable("mine", n)) is not None}
+    for slot in mine:
+        arena.free(slot)
+    room = arena.reserve_segment(Arena.slot_class("other", 5000))
+    assert room is not None
+    assert room.retired
+    assert sum(int(words[n][STATE]) == RETIRED for n in numbers) == len(room.retired), "who has it mapped is told"
+    words.clear()
+    old = {segment.fd: segment for segment in room.retired}
+    close_segments(old.values())
+    segment = make_segment(type(room)(room.slot_class, room.slots, ()))
+    arena.add_segment(room, segment)
+    assert all(arena.shareable("mine", n) is None or n in numbers for n in range(100))
+    assert arena.shareable("other", max(numbers) + 1) is segment, "segments are numbered anew"
+    assert not any(segment.view[: 1 << 12]), "a new segment begins with zeros"
+    arena.close()

@@ -60,6 +60,11 @@ class FrameType(IntEnum):
     REBUILD_CLAIM = 51
     REBUILD_RENEW = 52
     REBUILD_END = 53
+    SEGMENTS = 56
+    LOCATE = 57
+    BUFFER = 58
+    COPY = 59
+    DROP_BUFFER = 60
 
     WELCOME = 64
     OK = 65
@@ -79,6 +84,9 @@ class FrameType(IntEnum):
     RECIPE_COUNTS = 112
     REBUILT = 113
     REBUILD_JOB = 114
+    SEGMENT_LIST = 120
+    PLACES = 121
+    BUFFERED = 122
 
 
 BULK = frozenset({FrameType.SLICES, FrameType.DATA})

@@ -25,13 +25,18 @@ class Hello(Message):
 
 
 class Welcome(Message):
-    """The daemon's answer. `epoch` changes with every start of the daemon: leases do not outlive it."""
+    """The daemon's answer. `epoch` changes with every start of the daemon: leases do not outlive it.
+
+    `same_host` is the endpoint at which a client on the machine `host` (see same_host.py) gets shared memory; empty if there is none.
+    """
 
     version: int
     epoch: int
     session: bytes
     server: str
     endpoint: str
+    same_host: str = ""
+    host: str = ""
 
 
 class ErrorReply(Message):
@@ -119,6 +124,7 @@ class MatchRequest(Message):
     With a lease as `base` the tokens are those after it, and `extra_pages` count from there. `boundaries` asks for all that are usable.
     `hints` count with a lease only. `rebuildable` asks how much of the rest can be computed again; `rebuild_ms` asks to have that done, and
     waits for it so long at most.
+    `places` asks where the parts are in shared memory, which a lease keeps them in.
     """
 
     namespace: str
@@ -131,6 +137,7 @@ class MatchRequest(Message):
     estimate: EstimateAsk | None = None
     rebuildable: bool = False
     rebuild_ms: int = 0
+    places: bool = False
 
 
 PartRangeList = list[tuple[int, int, int, int, int]]
@@ -174,6 +181,7 @@ class Matched(Message):
     `pages` is the longest usable boundary, `known_pages` how far the pages go; `boundaries` are the usable ones as half-open runs.
     If the cut of the `estimate` takes other parts than a front of these, `cut_runs` are they, and their ids come after the others.
     `rebuildable_pages` after `pages` can be computed again (-1 if it was not asked for).
+    With `places` the place of each part of `runs` (see same_host.py) follows all ids.
     """
 
     pages: int
@@ -189,6 +197,7 @@ class Matched(Message):
     estimate: EstimateMeta | None = None
     cut_runs: list[PartRunMeta] = []
     rebuildable_pages: int = -1
+    places: bool = False
 
 
 class LeaseRequest(Message):

@@ -1,0 +1,72 @@
+"""One fetch: out of shared memory what is there, over the connections what is not."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvstore_client.near import NearBlob, copy_near
+from kvstore_client.plan import FetchPlan, Item
+from kvstore_client.transfer import Progress, fetch_striped
+
+if TYPE_CHECKING:
+    from kvstore_client.namespace import Match
+
+
+class Arrivals:
+    """Counts what arrives, by layer group and in all, whichever way it comes, and tells the caller."""
+
+    def __init__(self, items: list[Item], on_group: Callable[[int], None] | None, progress: Progress | None) -> None:
+        self._on_group = on_group
+        self._progress = progress
+        self._missing: Counter[int] = Counter()
+        for item in items:
+            self._missing[item.group] += item.run.length * item.run.segments
+        self.nbytes = self._missing.total()
+        self.near_bytes = 0
+
+    def near(self, item: Item) -> None:
+        """An item is there."""
+        nbytes = item.run.length * item.run.segments
+        self.near_bytes += nbytes
+        self._missing[item.group] -= nbytes
+        if not self._missing[item.group] and self._on_group is not None:
+            self._on_group(item.group)
+        if self._progress is not None:
+            self._progress(self.near_bytes, self.nbytes)
+
+    def far(self, arrived: int, _: int) -> None:
+        """So many bytes of all that was left came over the connections."""
+        if self._progress is not None:
+            self._progress(self.near_bytes + arrived, self.nbytes)
+
+
+async def fetch_items(
+    match: "Match", items: list[Item], target: memoryview, on_group: Callable[[int], None] | None, progress: Progress | None
+) -> int:
+    """Fetch items into the caller's buffer. Returns the bytes. Raises NotFound (Corrupt) for what no way brings."""
+    client, namespace = match.namespace.client, match.namespace.id
+    arrivals = Arrivals(items, on_group, progress)
+    blobs = await near_blobs(match, items)
+    left = await copy_near(blobs, items, target, arrivals.near) if blobs else items
+    if left:
+        plan = FetchPlan(left, client.pool.size, on_group=on_group, progress=arrivals.far if blobs else progress)
+        await fetch_striped(client.pool, namespace, plan, target)
+        plan.verify()
+    return arrivals.nbytes
+
+
+async def near_blobs(match: "Match", items: list[Item]) -> dict[bytes, NearBlob]:
+    """Those blobs of the items that are mapped here."""
+    places = match.places()
+    if not places:
+        return {}
+    same_host = match.namespace.client.same_host
+    wanted = {item.blob: item.layout for item in items}
+    found = [(blob, layout, place) for blob, layout in wanted.items() if (place := places.get(blob)) is not None]
+    await same_host.map((place.segment for _, _, place in found), match.epoch)
+    blobs = {}
+    for blob, layout, place in found:
+        segment = same_host.segment(place.segment, match.epoch)
+        if segment is not None and segment.holds(place):
+            blobs[blob] = NearBlob(blob, layout, place, segment)
+    return blobs

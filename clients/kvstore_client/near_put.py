@@ -1,0 +1,149 @@
+"""Puts out of memory that the daemon can read: it copies the slices itself, and verifies its copy."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.api.wire import BadRequest, Busy, ConnectionLost, Forbidden, FrameType, slice_digest
+from kvstore.api.wire.messages import Commit, Committed, Empty, PutStart
+from kvstore.api.wire.same_host import CopiedPart, Copy, pack_copies
+from kvstore_client.buffers import Place
+from kvstore_client.connection import Connection
+from kvstore_client.put_layout import SliceFrame
+from kvstore_client.transfer import Progress, abort_put
+
+if TYPE_CHECKING:
+    from kvstore_client.client import AsyncClient
+
+NEAR_AT_ONCE_BYTES = 16 << 20
+"""Up to here it is not asked first what is wanted: no more is lost than the time to hash it."""
+_LEAST_BYTES = 1 << 20
+"""Smaller puts are sent: asking for a copy costs more than that."""
+_BATCH_BYTES = 4 << 20
+"""Copied by one request: the daemon copies one batch while the next is hashed here."""
+_MOST_PARTS = 1024
+
+
+async def near_connection(client: "AsyncClient", nbytes: int) -> Connection | None:
+    """The connection to put so many bytes over without sending them; None if they are to be sent."""
+    if nbytes < _LEAST_BYTES or client.same_host.hopeless:
+        return None
+    return await client.same_host.connection()
+
+
+async def put_near(
+    client: "AsyncClient", connection: Connection, commit: Commit, frames: Sequence[SliceFrame], data: memoryview, progress: Progress | None
+) -> Committed | None:
+    """Have the daemon copy the slices of a put, and commit it. None, and nothing has happened, if it takes no buffer of ours.
+
+    Once this returns, nothing of `data` is used any more.
+    """
+    near = _NearPut(client, connection, commit, data, sum(frame.nbytes for frame in frames), progress)
+    try:
+        return await near.run(frames)
+    except ConnectionLost:  # only this one, perhaps: then the session lives on, and the put with it
+        await asyncio.shield(abort_put(client.pool, commit.handle))
+        raise
+    except (Busy, BadRequest, Forbidden):
+        if near.begun:
+            raise
+        return None
+
+
+async def put_near_at_once(
+    client: "AsyncClient", connection: Connection, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame],
+    data: memoryview, commit: Commit, progress: Progress | None,
+) -> Committed:  # fmt: skip
+    """Put without asking what is wanted of it: one journey to the daemon and back."""
+    async with connection.unanswered(FrameType.PUT, start, payload):
+        committed = await put_near(client, connection, commit, frames, data, progress)
+    if committed is None:
+        await abort_put(client.pool, start.handle)
+        raise Busy("the daemon takes no buffer now: it is to be sent", retry_after_ms=1)
+    return committed
+
+
+class _NearPut:
+    """One put. `begun` says whether the daemon was asked to copy any of it."""
+
+    def __init__(
+        self, client: "AsyncClient", connection: Connection, commit: Commit, data: memoryview, total: int, progress: Progress | None
+    ) -> None:
+        self.begun = False
+        self._buffers = client.buffers
+        self._connection = connection
+        self._commit = commit
+        self._data = np.frombuffer(data, np.uint8)
+        self._total = total
+        self._done = 0
+        self._progress = progress
+
+    async def run(self, frames: Sequence[SliceFrame]) -> Committed:
+        """Copy all, and commit without waiting to hear of it: the commit waits for what is under way, and says what went wrong."""
+        tasks: list[asyncio.Task[None]] = []
+        lent = self._buffers.find(self._data)
+        try:
+            for batch in _batches(frames):
+                place = await self._buffers.stage(sum(frame.nbytes for frame in batch), within=lent)
+                try:
+                    number = await self._buffers.number(self._connection, place.buffer)
+                    digests = self._prepare(batch, place)
+                except BaseException:
+                    self._buffers.unstage(place)
+                    raise
+                self.begun = True
+                tasks.append(asyncio.create_task(self._copy(batch, place, number, digests)))
+                await asyncio.sleep(0)  # the request leaves before the next batch is hashed
+                for task in tasks:
+                    if task.done():
+                        task.result()
+            committed, _ = await self._connection.call(FrameType.COMMIT, self._commit, Committed)
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return committed
+
+    def _prepare(self, batch: list[SliceFrame], place: Place) -> list[bytes]:
+        """The digests of the caller's bytes; these are also copied to the stage, if they are not in a buffer already."""
+        digests: list[bytes] = []
+        at = place.offset
+        for frame in batch:
+            digests += [slice_digest(self._data[start : start + size].data) for start, size in frame.slices]
+            if place.staged:
+                start = frame.slices[0][0]
+                np.copyto(place.buffer.array[at : at + frame.nbytes], self._data[start : start + frame.nbytes])
+                at += frame.nbytes
+        return digests
+
+    async def _copy(self, batch: list[SliceFrame], place: Place, number: int, digests: list[bytes]) -> None:
+        try:
+            parts, at = [], place.offset
+            for frame in batch:
+                offset = at if place.staged else place.offset + frame.slices[0][0]
+                parts.append(CopiedPart(frame.page, frame.part, frame.first_slice, offset))
+                at += frame.nbytes
+            message = Copy(handle=self._commit.handle, buffer=number, slices=[len(frame.slices) for frame in batch])
+            await self._connection.call(FrameType.COPY, message, Empty, pack_copies(parts) + b"".join(digests))
+        finally:
+            self._buffers.unstage(place)
+        self._done += sum(frame.nbytes for frame in batch)
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _batches(frames: Sequence[SliceFrame]) -> Iterator[list[SliceFrame]]:
+    batch: list[SliceFrame] = []
+    nbytes = 0
+    for frame in frames:
+        if batch and (nbytes + frame.nbytes > _BATCH_BYTES or len(batch) == _MOST_PARTS):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(frame)
+        nbytes += frame.nbytes
+    if batch:
+        yield batch

@@ -1,0 +1,122 @@
+"""Views: the bytes of a leased prefix where they lie in the daemon's memory, without a copy."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.api.wire import BadRequest, FrameType, NotFound, PartRange, Unsupported
+from kvstore.api.wire.same_host import Locate, Place, Places, unpack_places
+from kvstore_client.near import NearBlob
+from kvstore_client.plan import Item, page_items, page_parts
+
+if TYPE_CHECKING:
+    from kvstore_client.namespace import Match
+
+_AT_ONCE = 4096
+"""Blobs located by one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartView:
+    """One part of one page: `range` says which layers and heads. `data` can only be read, and only as long as the view is valid."""
+
+    page: int
+    range: PartRange
+    data: npt.NDArray[np.uint8]
+
+
+class LocalView:
+    """Parts of a leased prefix in place. They were verified when they were put (and are again by the scrubber), not when they are viewed.
+
+    While the lease lasts they stay as they are, unless a copy is found to be bad, or the namespace is dropped. After that other
+    bytes may take their place. `valid` says whether that can have happened: ask it after you have used the bytes, and throw away
+    what you made of them if it says no. Keep no view for longer than its lease: it keeps the daemon's memory from going back.
+    """
+
+    def __init__(self, match: "Match", blobs: list[NearBlob], parts: tuple[PartView, ...]) -> None:
+        self.match = match
+        self.parts = parts
+        self._blobs = blobs
+
+    @property
+    def intact(self) -> bool:
+        """Whether all bytes are still those that were asked for, lease or not."""
+        return all(blob.there for blob in self._blobs)
+
+    @property
+    def valid(self) -> bool:
+        """Whether the lease holds, and all bytes are still those that were asked for."""
+        return self.match.valid and self.intact
+
+    def check(self) -> None:
+        """Raise NotFound unless the view is valid."""
+        if not self.match.valid:
+            raise NotFound("the lease of this view is over: match again")
+        if not self.intact:
+            raise NotFound("what this view shows is not there any more: match again")
+
+    def copy_into(self, out: Any) -> int:
+        """Copy all parts, one after the other, verified slice by slice. Returns the bytes. Raises NotFound if they are not intact."""
+        size = sum(len(part.data) for part in self.parts)
+        target = memoryview(out).cast("B")
+        if len(target) != size or target.readonly:
+            raise BadRequest(f"the buffer has {len(target)} bytes; {size} writable ones are needed")
+        array, at = np.frombuffer(target, np.uint8), 0
+        for blob, part in zip(self._blobs, self.parts, strict=True):
+            blob.copy(_whole(self.match, blob, part, at), array)
+            at += len(part.data)
+        return size
+
+
+def _whole(match: "Match", blob: NearBlob, part: PartView, target: int) -> Item:
+    return page_items(page_parts(match.namespace.spec, (part.range,), part.range), [blob.blob], target)[0]
+
+
+async def view_parts(match: "Match", component: int, first: int, last: int) -> LocalView:
+    """The parts of a component on the pages [first, last), brought up from SSD if need be.
+
+    Raises Unsupported without shared memory, NotFound for what is not there (any more).
+    """
+    found = [(page, part, blob) for page, part, blob in match.parts() if part.component == component and first <= page < last]
+    same_host, places = match.namespace.client.same_host, match.places()
+    if not found:
+        return LocalView(match, [], ())
+    if same_host.now is None:
+        raise Unsupported("there is no shared memory with this daemon: use fetch")
+    await same_host.map((place.segment for place in places.values() if place is not None), match.epoch)
+    near = _resolve(match, found, places)
+    if absent := [blob for (_, _, blob), one in zip(found, near, strict=True) if one is None]:
+        places = places | await _locate(match, absent)
+        await same_host.map((place.segment for place in places.values() if place is not None), match.epoch)
+        near = _resolve(match, found, places)
+    blobs = [one for one in near if one is not None]
+    if len(blobs) != len(found):
+        raise NotFound("not all of it is in shared memory: use fetch, or match again")
+    parts = [PartView(page, part, one.stored[: one.layout.payload_bytes]) for (page, part, _), one in zip(found, blobs, strict=True)]
+    return LocalView(match, blobs, tuple(parts))
+
+
+def _resolve(match: "Match", found: list[tuple[int, PartRange, bytes]], places: dict[bytes, Place | None]) -> list[NearBlob | None]:
+    same_host, spec = match.namespace.client.same_host, match.namespace.spec
+    near: list[NearBlob | None] = []
+    for _, part, blob in found:
+        place = places.get(blob)
+        segment = None if place is None else same_host.segment(place.segment, match.epoch)
+        there = place is not None and segment is not None and segment.holds(place)
+        near.append(NearBlob(blob, spec.slice_layout(part), place, segment) if there and place and segment else None)
+    return near
+
+
+async def _locate(match: "Match", blobs: list[bytes]) -> dict[bytes, Place | None]:
+    names = list(dict.fromkeys(blobs))
+    found: dict[bytes, Place | None] = {}
+    connection = match.namespace.client.same_host.now
+    for first in range(0, len(names), _AT_ONCE):
+        chunk = names[first : first + _AT_ONCE]
+        if connection is None:
+            break
+        _, places = await connection.call(FrameType.LOCATE, Locate(namespace=match.namespace.id, blobs=len(chunk)), Places, b"".join(chunk))
+        found |= dict(zip(chunk, unpack_places(places), strict=True))
+    return found

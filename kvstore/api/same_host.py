@@ -1,0 +1,233 @@
+"""Shared memory for clients on this machine: who may have it, and the buffers that they lend for puts.
+
+Only over a Unix socket, only for the daemon's own user and those configured (SO_PEERCRED), and only after the token.
+"""
+
+import asyncio
+import fcntl
+import logging
+import mmap
+import os
+import socket
+import stat
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from kvstore.api.wire.channel import Channel
+from kvstore.api.wire.descriptors import DescriptorChannel
+from kvstore.api.wire.same_host import host_id
+from kvstore.digests import slice_digest
+from kvstore.errors import BadRequest, Busy, NotFound
+
+_log = logging.getLogger("kvstore.same_host")
+
+MAX_DESCRIPTORS = 4
+"""Descriptors that a client may have sent and the daemon not yet taken."""
+_MAX_BUFFERS = 64
+"""Of one connection."""
+_MOST_LENT = 16 << 40
+"""Bytes of all buffers together: address space that they may take from the daemon."""
+_COPIERS = 2
+_UNIT = 1 << 20
+"""Bytes copied and then hashed at a time, if the slices are smaller: the C library copies less than this far slower."""
+_CREDENTIALS = struct.Struct("3i")
+_F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x2
+
+Job = tuple[memoryview, tuple[int, ...], int]
+"""Where to copy to, the sizes of the slices there, and where they lie in the buffer."""
+
+
+class SameHost:
+    """What a daemon offers to clients on its machine. `endpoint` is that of its Unix socket, empty to offer nothing."""
+
+    def __init__(self, endpoint: str = "", users: frozenset[int] = frozenset()) -> None:
+        self.endpoint = endpoint
+        self._users = users | {os.geteuid()}
+        self._copiers: ThreadPoolExecutor | None = None
+        self.lent = 0
+        """Bytes of all buffers that are lent now."""
+
+    @property
+    def copiers(self) -> ThreadPoolExecutor:
+        """The threads that copy out of clients' buffers."""
+        if self._copiers is None:
+            self._copiers = ThreadPoolExecutor(_COPIERS, "kvstore-copier")
+        return self._copiers
+
+    def close(self) -> None:
+        """End the threads, once they are done."""
+        if self._copiers is not None:
+            self._copiers.shutdown()
+            self._copiers = None
+
+    def admits(self, sock: socket.socket) -> bool:
+        """Whether a connection may come in at all: over a Unix socket only the users that it is for, and root."""
+        return sock.family != socket.AF_UNIX or _peer_uid(sock) in self._users | {0}
+
+    def channel(self, sock: socket.socket) -> Channel:
+        """A channel for a connection over the Unix socket: one that takes descriptors, where they are offered."""
+        return DescriptorChannel(sock, MAX_DESCRIPTORS) if self.endpoint else Channel(sock)
+
+    def peer(self, channel: Channel) -> "SameHostPeer | None":
+        """What is kept for a connection that may have shared memory; None if it may not."""
+        if not isinstance(channel, DescriptorChannel) or _peer_uid(channel.sock) not in self._users:
+            return None
+        return SameHostPeer(channel, self)
+
+    def hint(self, sock: socket.socket) -> tuple[str, str]:
+        """What a client is told of it: endpoint and host id; empty to who is seen to be elsewhere."""
+        if not self.endpoint:
+            return "", ""
+        if sock.family != socket.AF_UNIX and sock.getpeername()[0] != sock.getsockname()[0]:
+            return "", ""
+        return self.endpoint, host_id()
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+class SameHostPeer:
+    """A connection's buffers, and the way to take descriptors from it."""
+
+    def __init__(self, channel: DescriptorChannel, host: SameHost) -> None:
+        self.channel = channel
+        self.host = host
+        self._buffers: dict[int, ClientBuffer] = {}
+        self._next = 1
+
+    def close(self) -> None:
+        """The connection is over, and no copy is under way."""
+        for number in list(self._buffers):
+            self.drop_buffer(number)
+
+    def add_buffer(self, nbytes: int) -> int:
+        """Take in the buffer whose descriptor came with the frame. Returns its number. Raises BadRequest or Busy."""
+        descriptor = self.channel.take(1)[0]
+        try:
+            if len(self._buffers) >= _MAX_BUFFERS:
+                raise Busy(f"{_MAX_BUFFERS} buffers are lent over this connection: give some up", retry_after_ms=100)
+            if self.host.lent + nbytes > _MOST_LENT:
+                raise Busy(f"more than {_MOST_LENT} bytes would be lent to this daemon", retry_after_ms=1000)
+            buffer = ClientBuffer(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.host.lent += nbytes
+        self._buffers[self._next] = buffer
+        self._next += 1
+        return self._next - 1
+
+    def buffer(self, number: int) -> "ClientBuffer":
+        """A buffer of this connection. Raises NotFound."""
+        found = self._buffers.get(number)
+        if found is None:
+            raise NotFound(f"buffer {number} was not lent over this connection")
+        return found
+
+    def drop_buffer(self, number: int) -> None:
+        """Give a buffer up, with the last copy from it."""
+        buffer = self.buffer(number)
+        del self._buffers[number]
+        self.host.lent -= buffer.nbytes
+        buffer.close()
+
+
+class ClientBuffer:
+    """A client's memfd. It is mapped only if nobody can make it smaller: reading what was cut off would kill the daemon (SIGBUS).
+
+    Without that seal it is read with preadv, at less than half the speed.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        try:
+            found = os.fstat(descriptor)
+            seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+        except OSError:
+            raise BadRequest("a buffer is a memfd: this descriptor is something else") from None
+        if not stat.S_ISREG(found.st_mode) or found.st_dev != _memfd_device():
+            raise BadRequest("a buffer is a memfd of ordinary pages: this descriptor is something else")
+        if not 0 < nbytes <= found.st_size:
+            raise BadRequest(f"a buffer of {nbytes} bytes in a memfd of {found.st_size}")
+        self.nbytes = nbytes
+        self._users = 0
+        self._closed = False
+        self._descriptor = descriptor
+        self._memory: mmap.mmap | None = None
+        if seals & _F_SEAL_SHRINK:
+            try:
+                self._memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+            except OSError as error:  # not open for reading, say
+                raise BadRequest(f"the buffer can't be mapped: {error}") from None
+
+    @property
+    def mapped(self) -> bool:
+        """Whether it is read as memory."""
+        return self._memory is not None
+
+    def close(self) -> None:
+        """Let go of it, with the last copy that is under way."""
+        self._closed = True
+        if not self._users:
+            if self._memory is not None:
+                self._memory.close()
+            os.close(self._descriptor)
+
+    def copy(self, copiers: ThreadPoolExecutor, jobs: Sequence[Job]) -> "asyncio.Future[list[list[bytes]]]":
+        """Start to copy slices out of it, in a thread. The future gives the digests of what was copied, computed from the copy.
+
+        It may raise BadRequest. Wait for it in any case: until it is done, the thread writes.
+        """
+        for view, _, offset in jobs:
+            if offset + len(view) > self.nbytes:
+                raise BadRequest(f"bytes {offset} to {offset + len(view)} of a buffer of {self.nbytes}")
+        self._users += 1
+        future = asyncio.get_running_loop().run_in_executor(copiers, self._copy, jobs)
+        future.add_done_callback(self._done)
+        return future
+
+    def _done(self, _: object) -> None:
+        self._users -= 1
+        if self._closed and not self._users:
+            self.close()
+
+    def _copy(self, jobs: Sequence[Job]) -> list[list[bytes]]:
+        return [self._copy_one(*job) for job in jobs]
+
+    def _copy_one(self, target: memoryview, sizes: tuple[int, ...], offset: int) -> list[bytes]:
+        digests: list[bytes] = []
+        at = end = first = 0
+        for index, size in enumerate(sizes):
+            end += size
+            if end - at < _UNIT and index + 1 < len(sizes):
+                continue
+            self._read(target[at:end], offset + at)
+            for each in sizes[first : index + 1]:
+                digests.append(slice_digest(target[at : at + each]))
+                at += each
+            first = index + 1
+        return digests
+
+    def _read(self, target: memoryview, offset: int) -> None:
+        if self._memory is not None:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(self._memory, np.uint8, len(target), offset))
+            return
+        filled = 0
+        while filled < len(target):
+            count = os.preadv(self._descriptor, [target[filled:]], offset + filled)
+            if not count:
+                raise BadRequest("the buffer was made smaller while it was read")
+            filled += count
+
+
+def _memfd_device() -> int:
+    """The device number that memfds of ordinary pages have, in contrast to files, huge pages and what others serve."""
+    descriptor = os.memfd_create("kvstore-probe", os.MFD_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_dev
+    finally:
+        os.close(descriptor)

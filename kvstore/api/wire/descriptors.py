@@ -1,0 +1,95 @@
+"""A channel over a Unix socket that passes file descriptors beside its frames (SCM_RIGHTS)."""
+
+import array
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+from kvstore.api.wire.channel import Channel
+from kvstore.errors import ConnectionLost, ProtocolError
+
+_INT = array.array("i").itemsize
+
+
+class DescriptorChannel(Channel):
+    """Descriptors are sent with the first byte of a frame, so whoever has read the frame's header has them: `take` gives them out.
+
+    At most `most` may wait to be taken; more end the connection. None is left open when the channel is closed.
+    """
+
+    def __init__(self, sock: socket.socket, most: int) -> None:
+        super().__init__(sock)
+        self._most = most
+        self._waiting: deque[int] = deque()
+        self._space = socket.CMSG_SPACE(most * _INT)
+
+    def close(self) -> None:
+        """Close the socket, and the descriptors that nobody took."""
+        super().close()
+        while self._waiting:
+            os.close(self._waiting.popleft())
+
+    def take(self, count: int) -> list[int]:
+        """The next descriptors, which are the caller's from then on. Raises ProtocolError if the peer sent fewer."""
+        if count > len(self._waiting):
+            raise ProtocolError(f"a frame of {count} descriptors came with {len(self._waiting)}")
+        return [self._waiting.popleft() for _ in range(count)]
+
+    async def send_with(self, buffers: Sequence[bytes | memoryview], descriptors: Sequence[int]) -> None:
+        """Send buffers with descriptors, which stay the caller's."""
+        views = [memoryview(b) for b in buffers if len(b)]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        while True:
+            try:
+                sent = self.sock.sendmsg(views[:1], rights)
+                break
+            except BlockingIOError:
+                await self._wait(writable=True)
+            except OSError as error:  # also if the system has too many descriptors under way
+                raise ConnectionLost(f"the connection broke: {error}") from error
+        await self.send([views[0][sent:], *views[1:]])
+
+    async def _fill(self, *, or_end: bool = False) -> bool:
+        """As the channel's, for what may be the beginning of a frame: the only reads that may meet descriptors."""
+        self._start = self._end = 0
+        while True:
+            try:
+                self._end, ancillary, _, _ = self.sock.recvmsg_into([self._buffer], self._space, socket.MSG_CMSG_CLOEXEC)
+                break
+            except BlockingIOError:
+                if self._spins:  # as in Channel._receive_spinning
+                    self._spins -= 1
+                    await asyncio.sleep(0)
+                else:
+                    await self._wait(writable=False)
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error}") from error
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._waiting.extend(array.array("i", data[: len(data) - len(data) % _INT]))
+        if len(self._waiting) > self._most:
+            raise ProtocolError(f"more than {self._most} descriptors wait to be taken")
+        if not self._end and not or_end:
+            raise ConnectionLost("the peer closed the connection in the middle of a frame")
+        return self._end > 0
+
+    async def _wait(self, *, writable: bool) -> None:
+        """Until the socket can be written or read: the loop has no call for messages with descriptors."""
+        ready: asyncio.Future[None] = self._loop.create_future()
+        fd, add, remove = self.sock.fileno(), self._loop.add_reader, self._loop.remove_reader
+        if fd < 0:
+            raise ConnectionLost("the connection was closed")
+        if writable:
+            add, remove = self._loop.add_writer, self._loop.remove_writer
+        add(fd, _set, ready)
+        try:
+            await ready
+        finally:
+            remove(fd)
+
+
+def _set(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
