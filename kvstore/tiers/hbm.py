@@ -55,8 +55,11 @@ class Account:
 class PageSet:
     """A set of pages in the memory of the accelerators of a worker. Made by `Hbm.prefetch`."""
 
-    def __init__(self, tier: "Hbm", sizes: tuple[int, ...], groups: int) -> None:
+    def __init__(self, tier: "Hbm", sizes: tuple[int, ...], room: tuple[int, ...], groups: int) -> None:
         self.sizes = sizes
+        """Bytes that are brought in, by device."""
+        self.room = room
+        """Bytes after them, for what the batch computes."""
         self.groups = groups
         self.state = State.HELD
         self.error: KVStoreError | None = None
@@ -130,7 +133,7 @@ class Hbm:
     """The sets of one worker over its accelerators' pools. At most `max_sets` at a time; what can't be had at once waits in order.
 
     `grace_s` is how long a set stays that nobody uses. `lead_s` is added to what a transfer should take, when one is held
-    back so that it arrives shortly before its deadline.
+    back until it is needed.
     """
 
     def __init__(
@@ -183,10 +186,10 @@ class Hbm:
         """A set is used otherwise than before, or has got bytes: the account goes on with the new weights."""
         self._settle()
         self._account.arrived_bytes += arrived_bytes
-        there, total = page_set.arrived_bytes, sum(page_set.sizes)
+        there, missing, room = page_set.arrived_bytes, sum(page_set.sizes) - page_set.arrived_bytes, sum(page_set.room)
         weights = (0, 0, 0)
         if page_set.regions:
-            weights = (there, 0, total - there) if page_set.uses else (0, there, total - there)
+            weights = (there + room, 0, missing) if page_set.uses else (0, there, missing + room)
         used, idle, moving = (now - old + new for now, old, new in zip(self._now, page_set.counted, weights, strict=True))
         self._now, page_set.counted = (used, idle, moving), weights
         if weights[1] and page_set.idle_timer is None:
@@ -204,16 +207,23 @@ class Hbm:
 
     # --- a set's life --------------------------------------------------------------------------------------------------
 
-    def prefetch(self, sizes: Sequence[int], fill: Fill, *, groups: int = 1, deadline: float | None = None, hold: bool = False) -> PageSet:
+    def prefetch(
+        self, sizes: Sequence[int], fill: Fill, *, groups: int = 1, room: Sequence[int] | None = None, deadline: float | None = None,
+        needed_at: float | None = None,
+    ) -> PageSet:  # fmt: skip
         """Bring a set in: so many bytes for each device, in layer groups of equal size. Returns at once; see `PageSet.arrived`.
 
-        Raises DeadlineExceeded if it can't be there by the deadline (a time of the clock), NoSpace if it is larger than a
-        device, Busy if there are too many sets. With `hold` it starts no earlier than it must. A set that turns out late is
-        ended, and says so to whoever waits for it.
+        `room` are bytes for each device that the batch needs after them, for what it computes. The set has to be there by the
+        `deadline`; with `needed_at` it starts no earlier than it must to be there at that time (both of the clock). Raises
+        DeadlineExceeded if it can't be there by the deadline, NoSpace if it is larger than a device, Busy if there are too many
+        sets. A set that turns out late is ended, and says so to whoever waits for it.
         """
-        if len(sizes) != len(self.pools) or groups < 1 or min(sizes) < groups:
-            raise BadRequest(f"{len(sizes)} sizes for {len(self.pools)} devices, {groups} groups: a size each, of a byte a group at least")
-        for size, pool in zip(sizes, self.pools, strict=True):
+        room = tuple(room or (0,) * len(sizes))
+        if len(sizes) != len(self.pools) or len(room) != len(sizes) or groups < 1:
+            raise BadRequest(f"{len(sizes)} sizes and {len(room)} rooms for {len(self.pools)} devices, {groups} groups")
+        if any(0 < size < groups or size < 0 or extra < 0 or not size + extra for size, extra in zip(sizes, room, strict=True)):
+            raise BadRequest(f"sizes of {list(sizes)} and {list(room)} bytes: give a byte a group at least")
+        for size, pool in zip(map(sum, zip(sizes, room, strict=True)), self.pools, strict=True):
             if size > pool.usage().capacity:
                 raise NoSpace(f"a page set of {size} bytes on a device of {pool.usage().capacity}: it can't be there in one piece")
         if len(self._sets) >= self._max_sets:
@@ -223,9 +233,9 @@ class Hbm:
         if deadline is not None and due > deadline:
             self._account.late_sets += 1
             raise DeadlineExceeded(f"the page set could be in HBM {due - deadline:.3f} s after its deadline at the earliest")
-        page_set = PageSet(self, tuple(sizes), groups)
+        page_set = PageSet(self, tuple(sizes), room, groups)
         self._sets.add(page_set)
-        start = deadline - self.seconds(sizes) - self.lead_s if hold and deadline is not None else None
+        start = needed_at - self.seconds(sizes) - self.lead_s if needed_at is not None else None
         page_set.held_back = start is not None
         if deadline is not None:
             page_set.deadline_timer = self._clock.call_at(deadline, self._too_late, page_set)
@@ -287,8 +297,8 @@ class Hbm:
 
     def _allocate(self, page_set: PageSet) -> bool:
         regions: list[int] = []
-        for pool, size in zip(self.pools, page_set.sizes, strict=True):
-            region = pool.allocate(size)
+        for pool, size, extra in zip(self.pools, page_set.sizes, page_set.room, strict=True):
+            region = pool.allocate(size + extra)
             if region is None:
                 for held, taken in zip(self.pools, regions, strict=False):
                     held.free(taken)
@@ -305,7 +315,9 @@ class Hbm:
             link.pass_through(_pieces(size, page_set.groups)) for link, size in zip(self._links, page_set.sizes, strict=True)
         ]
         timers: list[Handle] = []
-        filled: set[tuple[int, int]] = set()
+        filled = {(device, group) for device, size in enumerate(page_set.sizes) if not size for group in range(page_set.groups)}
+        for device, group in filled:
+            page_set.there(device, group)
 
         def arrived(device: int, group: int) -> None:
             filled.add((device, group))

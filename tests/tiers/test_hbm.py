@@ -32,6 +32,15 @@ def at_once(value: int, groups: int = 1) -> Fill:
     return fill
 
 
+def at_once_into(value: int, nbytes: int) -> Fill:
+    async def fill(views: list[memoryview], arrived: Arrived) -> None:
+        for device, view in enumerate(views):
+            view[:nbytes] = bytes([value]) * nbytes
+            arrived(device, 0)
+
+    return fill
+
+
 def gated(gate: asyncio.Event, value: int = 7, log: list[str] | None = None) -> Fill:
     """A transfer whose real bytes wait for a gate."""
 
@@ -167,9 +176,9 @@ async def test_what_turns_out_late_says_so_and_leaves() -> None:
     assert clock.pending == 0
 
 
-async def test_held_back_it_arrives_shortly_before_its_deadline() -> None:
+async def test_held_back_it_arrives_shortly_before_it_is_needed() -> None:
     tier, clock = hbm(lead_s=0.25)
-    page_set = tier.prefetch([KIB], at_once(1), deadline=10.0, hold=True)
+    page_set = tier.prefetch([KIB], at_once(1), deadline=11.0, needed_at=10.0)
     await clock.advance(8.2)
     assert used(tier) == 0, "it takes up room before it must"
     await clock.advance(0.1)
@@ -177,6 +186,23 @@ async def test_held_back_it_arrives_shortly_before_its_deadline() -> None:
     await clock.advance(1.5)
     assert state(page_set) is State.READY
     assert tier.account().idle < KIB
+
+
+async def test_room_for_what_is_computed_is_no_transfer() -> None:
+    tier, clock = hbm()
+    page_set = tier.prefetch([KIB], at_once_into(3, KIB), room=[4 * KIB])
+    await clock.advance(1.4)
+    assert tier.holding == (0, 0, 5 * KIB)
+    await clock.advance(0.2)
+    assert tier.holding == (0, KIB, 4 * KIB)
+    async with page_set.use() as (view,):
+        assert tier.holding == (5 * KIB, 0, 0)
+        assert len(view) == 5 * KIB
+    nothing_moves = tier.prefetch([0], short, room=[KIB], groups=4)
+    await clock.settle()
+    await nothing_moves.arrived()
+    assert tier.account().arrived_bytes == KIB
+    await tier.close()
 
 
 async def test_one_set_moves_while_another_is_used() -> None:
