@@ -76,6 +76,7 @@ class PageSet:
         self._tier = tier
         self._missing = [len(sizes)] * groups
         self._there = [asyncio.Event() for _ in range(groups)]
+        self._placed = asyncio.Event()
         self._seen: set[tuple[int, int]] = set()
 
     def views(self) -> list[memoryview]:
@@ -83,6 +84,13 @@ class PageSet:
         if self.error is not None or self.state in (State.HELD, State.GONE):
             raise self.error or NotFound(f"the page set has no memory: it is {self.state.value}")
         return [pool.view(region) for pool, region in zip(self._tier.pools, self.regions, strict=True)]
+
+    async def placed(self) -> None:
+        """Wait until the set has its memory. Raises why it will not."""
+        if self.error is None:
+            await self._placed.wait()
+        if self.error is not None:
+            raise self.error
 
     async def arrived(self, group: int | None = None) -> None:
         """Wait until a layer group (or all) is there on every device. Raises why it will not be: late, lost, or dropped."""
@@ -122,9 +130,15 @@ class PageSet:
             self._there[group].set()
         self._tier.changed(self, pieces[group])
 
+    def place(self, regions: list[int]) -> None:
+        """It has memory: a region in each pool."""
+        self.regions, self.state = regions, State.MOVING
+        self._placed.set()
+
     def fail(self, error: KVStoreError) -> None:
         """Whoever waits is told."""
         self.error = self.error or error
+        self._placed.set()
         for event in self._there:
             event.set()
 
@@ -304,8 +318,7 @@ class Hbm:
                     held.free(taken)
                 return False
             regions.append(region)
-        page_set.regions = regions
-        page_set.state = State.MOVING
+        page_set.place(regions)
         self.changed(page_set)
         return True
 

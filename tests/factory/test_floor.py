@@ -127,9 +127,9 @@ def test_after_a_restart_workers_say_what_they_have() -> None:
     filled.stage = Stage.READY
     for t in (turn(0), turn(1), filled):
         f.arrive(t)
-    assert f.join("p", Kind.PREFILL, 4, fills=[0, 7]) == [7], "a turn that it does not know, or that is done"
-    assert f.join("d", Kind.DECODE, 4, decodes=[2, 1]) == [1]
-    f.filled(0, 0, 1.0)
+    assert f.join("p", Kind.PREFILL, 4, fills=[(0, 3), (7, 0)]) == [7], "a turn that it does not know, or that is done"
+    assert f.join("d", Kind.DECODE, 4, decodes=[(2, 0), (1, 0)]) == [1]
+    f.filled(0, 3, 1.0)
     f.retired(2, 2.0)
     assert (f.turns[0].stage, f.turns[2].stage) == (Stage.READY, Stage.DONE)
 

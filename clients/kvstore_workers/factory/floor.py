@@ -20,6 +20,8 @@ from kvstore_workers.factory.controls import (
 )
 from kvstore_workers.factory.turns import CancelOrder, ChangeOrder, DecodeOrder, FillOrder, Order, Stage, Turn, WorkerState
 
+Part = tuple[int, int]
+"""A turn and which attempt at its stage."""
 _FILLS = (Kind.PREFILL, Kind.MIDFILL, Kind.AGGREGATED)
 
 
@@ -115,27 +117,27 @@ class Floor:
         elif turn.stage is Stage.READY:
             self._ready.add(turn)
 
-    def join(self, name: str, kind: Kind, slots: int, fills: Iterable[int] = (), decodes: Iterable[int] = ()) -> list[int]:
-        """A worker comes. Turns that it has from before are taken up again; those returned are none of its business any more."""
+    def join(self, name: str, kind: Kind, slots: int, fills: Iterable[Part] = (), decodes: Iterable[Part] = ()) -> list[int]:
+        """A worker comes. Turns (with the attempt) that it has from before are taken up again; those returned it is to drop."""
         worker = self.workers[name] = WorkerState(name, kind, slots)
         strange: list[int] = []
-        for number in fills:
+        for number, attempt in fills:
             turn = self.turns.get(number)
             if turn is None or turn.stage not in (Stage.WAITING, Stage.ADMITTED):
                 strange.append(number)
                 continue
             self._backlog.discard(turn)
             self._admitted_queue(turn).discard(turn)
-            turn.stage, turn.fill_worker = Stage.FILLING, name
+            turn.stage, turn.fill_worker, turn.fill_attempt = Stage.FILLING, name, attempt
             worker.fills.append(number)
             self._filling.add(number)
-        for number in decodes:
+        for number, attempt in decodes:
             turn = self.turns.get(number)
             if turn is None or turn.stage is not Stage.READY:
                 strange.append(number)
                 continue
             self._ready.discard(turn)
-            turn.stage, turn.decode_worker = Stage.DECODING, name
+            turn.stage, turn.decode_worker, turn.decode_attempt = Stage.DECODING, name, attempt
             worker.decodes.add(number)
         return strange
 
