@@ -171,11 +171,11 @@ class Worker:
         self, key: _Key, prompt: Prompt | None, attempt: int, work: Coroutine[Any, Any, None], before: "asyncio.Task[None] | None"
     ) -> None:
         """Do a stage within the turn's deadline, and say so if it can't be done."""
-        if before is not None:  # the same turn once more: only when what was left of the first attempt is gone
-            before.cancel()
-            await asyncio.wait([before])
         why = ""
         try:
+            if before is not None:  # the same turn once more: only when what was left of the first attempt is gone
+                before.cancel()
+                await asyncio.wait([before])
             async with asyncio.timeout_at(None if prompt is None else prompt.deadline):
                 await work
         except TimeoutError:
