@@ -3,7 +3,8 @@
 It lives in a worker, over one pool an accelerator (`DevicePool`; the stub is `HostPool`). A **page set** is what one batch
 reads: a region in each pool, filled by a callable that receives straight into them, shard by shard. It comes with a deadline,
 is used, and is released at the end of the batch; the next set may move while one is used (double buffering). A set that
-nobody uses leaves after its grace time. Times are those of the clock given: by default the running event loop's.
+nobody uses, and to which nothing comes any more, leaves after its grace time. Times are those of the clock given: by default
+the running event loop's.
 
 Imports nothing of the server.
 """
@@ -146,8 +147,8 @@ class PageSet:
 class Hbm:
     """The sets of one worker over its accelerators' pools. At most `max_sets` at a time; what can't be had at once waits in order.
 
-    `grace_s` is how long a set stays that nobody uses. `lead_s` is added to what a transfer should take, when one is held
-    back until it is needed.
+    `grace_s` is how long a set stays that nobody uses and to which nothing comes. `lead_s` is added to what a transfer should
+    take, when one is held back until it is needed.
     """
 
     def __init__(
@@ -206,18 +207,18 @@ class Hbm:
             weights = (there + room, 0, missing) if page_set.uses else (0, there, missing + room)
         used, idle, moving = (now - old + new for now, old, new in zip(self._now, page_set.counted, weights, strict=True))
         self._now, page_set.counted = (used, idle, moving), weights
-        if weights[1] and page_set.idle_timer is None:
-            page_set.idle_timer = self._clock.call_at(self._clock.time() + self.grace_s, self._drop_idle, page_set)
-        elif not weights[1] and page_set.idle_timer is not None:
+        if page_set.idle_timer is not None and (arrived_bytes or not weights[1]):
             page_set.idle_timer.cancel()
             page_set.idle_timer = None
+        if weights[1] and page_set.idle_timer is None:
+            page_set.idle_timer = self._clock.call_at(self._clock.time() + self.grace_s, self._drop_idle, page_set)
 
     def _drop_idle(self, page_set: PageSet) -> None:
         page_set.idle_timer = None
         if page_set.uses or page_set.state is State.GONE:
             return
         self._account.dropped_sets += 1
-        self._stop(page_set, NotFound(f"nobody used the page set for {self.grace_s:g} s: it left HBM"))
+        self._stop(page_set, NotFound(f"nobody used the page set, and nothing came to it, for {self.grace_s:g} s: it left HBM"))
 
     # --- a set's life --------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,10 @@ def view(**changes: float) -> View:
 
 def test_direct_admission_acts_at_retirements_only_and_does_not_see_what_is_filled() -> None:
     admission = DirectAdmission()
-    assert admission.admit(view(), 0.0) == 16, "an empty factory opens"
-    assert admission.admit(view(filling=16, due=16), 0.1) == 0, "it opens once"
+    assert admission.admit(view(waiting=10), 0.0) == 10, "an empty factory opens"
+    assert admission.admit(view(filling=10, due=10), 0.1) == 6
+    assert admission.admit(view(filling=16, due=16), 0.1) == 0, "for all slots, and no more"
+    assert admission.admit(view(filling=0), 0.2) == 16, "nothing came of them"
     assert admission.admit(view(decoding=16), 1.0) == 0
     assert admission.admit(view(decoding=13, retired=3), 2.0) == 3
     assert admission.admit(view(decoding=13, filling=3, due=3, retired=3), 2.1) == 0, "nothing has retired"

@@ -258,6 +258,16 @@ async def test_a_group_that_waits_for_one_that_does_not_come_leaves_too() -> Non
     assert used(tier) == 0
 
 
+async def test_a_set_that_comes_slowly_is_not_idle() -> None:
+    tier, clock = hbm(grace_s=1.2)
+    page_set = tier.prefetch([4 * KIB], at_once(1, groups=4), groups=4)
+    await clock.advance(4.6)
+    assert state(page_set) is State.READY, "it was dropped while its groups came, one a second"
+    assert tier.account().idle == pytest.approx(KIB * (1 + 2 + 3 + 4 * 0.1))
+    await clock.advance(1.2)
+    assert state(page_set) is State.GONE
+
+
 async def test_memory_stays_until_the_use_is_over() -> None:
     tier, clock = hbm()
     page_set = tier.prefetch([KIB], at_once(1))

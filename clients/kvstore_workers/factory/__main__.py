@@ -158,7 +158,7 @@ def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--trace", action="append", metavar="FILE@SPEED", help="traces in Mooncake's format, each so many times as fast")
-    parser.add_argument("--seconds", type=float, default=40.0, help="turns that arrive within so many seconds")
+    parser.add_argument("--seconds", type=float, default=36.0, help="turns that arrive within so many seconds")
     parser.add_argument("--turns", type=int, default=100_000, help="so many turns at most")
     parser.add_argument("--mode", choices=("both", "disaggregated", "aggregated"), default="both")
     parser.add_argument("--prefill", type=int, default=3, help="workers of this kind")
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--store", choices=("on", "off"), default="on", help="off: every fill recomputes all")
     parser.add_argument("--probes", type=int, default=8, help="pairs of midfills with and without layer streaming, at the end")
     parser.add_argument("--seed", type=int, default=1, help="of the output lengths")
-    parser.add_argument("--bytes-per-token", type=int, default=512, help="bytes of KV a token")
+    parser.add_argument("--bytes-per-token", type=int, default=256, help="bytes of KV a token")
     parser.add_argument("--dram", default="2GiB", help="the daemon's DRAM tier")
     parser.add_argument("--ssd", default="16GiB", help="the daemon's SSD tier")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")

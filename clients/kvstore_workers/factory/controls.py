@@ -74,26 +74,28 @@ class DirectAdmission:
     """Tied to retirements: when a decode retires, so many turns are admitted as decode has room for at that moment.
 
     What is being filled is not seen, so it admits again at each retirement until the first of them are ready, and then not at
-    all until decode has taken them. If decode has run dry, no retirement will come: then it opens once, for all slots (and
-    again if nothing came of it).
-    `target` ready turns count as room too; as the design warns of it, it knows of no buffer (0).
+    all until decode has taken them. If decode has run dry, no retirement will come: then it opens for as many turns as decode
+    has room for in all (and again if nothing came of them). `target` ready turns count as room too; as the design warns of it,
+    it knows of no buffer (0).
     """
 
     def __init__(self, target: float = 0.0) -> None:
         self._target = target
         self._retired = 0
-        self._opened = False
+        self._let_in = 0
+        """While decode has been dry."""
 
     def admit(self, view: View, now: float) -> int:
         """As many as there is room for, at retirements only."""
         room = int(view.slots + self._target) - view.decoding - view.ready
-        dry = view.decoding == 0 and view.ready == 0
-        opening = dry and (not self._opened or view.filling == 0)
-        self._opened = dry
-        if view.retired == self._retired and not opening:
-            return 0
-        self._retired = view.retired
-        return max(room, 0)
+        retired, self._retired = view.retired != self._retired, view.retired
+        if view.decoding or view.ready or not view.filling:
+            self._let_in = 0
+        if not (view.decoding or view.ready):
+            allowed = min(max(room - self._let_in, 0), view.waiting)
+            self._let_in += allowed
+            return allowed
+        return max(room, 0) if retired else 0
 
 
 class SmoothedAdmission:
@@ -105,7 +107,7 @@ class SmoothedAdmission:
     not in bursts.
     """
 
-    def __init__(self, target: float, *, smooth_s: float = 1.0, correct_s: float = 2.0, burst: float = 2.0) -> None:
+    def __init__(self, target: float, *, smooth_s: float = 0.5, correct_s: float = 1.0, burst: float = 2.0) -> None:
         self._target = target
         self._correct_s = correct_s
         self._burst = burst
@@ -162,7 +164,7 @@ class Change:
 class Reconfiguration:
     """When a worker changes its kind: with hysteresis, and slower than everything below it.
 
-    The pressure on a kind is the work that waits for it, in seconds for each of its workers, smoothed over `smooth_s`. A change
+    The pressure on a kind is the work that has yet to pass through it, in seconds for its workers, smoothed over `smooth_s`. A change
     comes when for `hold_s` on end one kind has had `ratio` times the pressure of another and at least `least_s`, and
     `dwell_s` have passed since the last one. The last worker of a kind stays.
     """

@@ -318,14 +318,14 @@ class Floor:
             self._orders.append(ChangeOrder(worker.name, change.target))
 
     def pressures(self) -> dict[Kind, float]:
-        """Seconds of work that wait for each worker of a kind."""
+        """Seconds that the workers of a kind need for all that has come and has yet to pass through them."""
+        before = [t for t in self.turns.values() if t.stage in (Stage.WAITING, Stage.ADMITTED, Stage.FILLING)]
         found: dict[Kind, float] = {}
         for kind in (Kind.PREFILL, Kind.MIDFILL):
-            numbers = [*self._admitted[kind].all(), *(n for n in self._backlog.all() if self.turns[n].kind is kind)]
             workers = sum(1 for w in self.workers.values() if w.kind is kind)
-            found[kind] = sum(self.turns[n].predicted_s for n in numbers) / max(workers, 1)
+            found[kind] = sum(t.predicted_s for t in before if t.kind is kind) / max(workers, 1)
         slots = sum(w.slots for w in self.workers.values() if w.kind is Kind.DECODE)
-        found[Kind.DECODE] = self.ready * self._decode_s.value / max(slots, 1)
+        found[Kind.DECODE] = (len(before) + self.ready) * self._decode_s.value / max(slots, 1)
         return found
 
     # --- moves ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 
-from kvstore.api.wire import KVStoreError, NotFound
+from kvstore.api.wire import DeadlineExceeded, KVStoreError, NotFound
 from kvstore.tiers.hbm import PageSet
 from kvstore_client import Follower, Match, PutStream
 from kvstore_workers.factory.controls import Kind
@@ -215,7 +215,7 @@ async def _follow(node: Node, order: Decode, pages: int, stack: AsyncExitStack) 
         return None
     try:
         follower = await stack.enter_async_context(node.namespace.follow(order.put_id, timeout=_FOLLOW_S))
-    except NotFound:
+    except (NotFound, DeadlineExceeded):
         return None
     return follower if follower.pages[1] == pages else None
 
