@@ -76,6 +76,14 @@ class Node:
         await asyncio.sleep(seconds)
         self.meter.busy_s[self.kind.value] += seconds
 
+    async def first_pass(self, page_set: PageSet, context_tokens: int) -> None:
+        """A sequence's first token: the pass goes through the layer groups as they arrive."""
+        seconds = self.cost.decode_step_s(1, context_tokens)
+        for group in range(GROUPS):
+            await page_set.arrived(group)
+            await asyncio.sleep(seconds / GROUPS)
+        self.meter.busy_s[self.kind.value] += seconds
+
     async def decode(self, turn: int, context_tokens: int, output_tokens: int) -> float:
         """Be in the decode batch until so many tokens are made. Returns when they were."""
         self.batch.add(turn, context_tokens, output_tokens, now())

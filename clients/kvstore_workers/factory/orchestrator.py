@@ -77,6 +77,7 @@ class Orchestrator:
         self._peers: dict[str, Peer] = {}
         self._started: dict[int, Started] = {}
         self._put_ids: dict[int, bytes] = {}
+        self._filled: dict[int, int] = {}
         self._begun = 0.0
         self._held_until = 0.0
         self._arriving = True
@@ -122,6 +123,7 @@ class Orchestrator:
                     self._floor.turns[line.turn] = self._turn(by_number[line.turn], line.cached_tokens)
                 case Filled() if (turn := self._floor.turns.get(line.turn)) is not None and not turn.over:
                     turn.stage, turn.filled_at = Stage.READY, now()
+                    self._filled[line.turn] = line.attempt
                 case Retired() if (turn := self._floor.turns.get(line.turn)) is not None:
                     turn.stage = Stage.DONE
                 case Ended() if (turn := self._floor.turns.get(line.turn)) is not None:
@@ -233,7 +235,8 @@ class Orchestrator:
                 self._floor.started(word.turn, word.attempt, now())
             case Filled():
                 turn = self._floor.turns.get(word.turn)
-                if turn is not None and turn.stage is Stage.FILLING and turn.fill_attempt == word.attempt:
+                if turn is not None and turn.fill_attempt == word.attempt and self._filled.get(word.turn) != word.attempt:
+                    self._filled[word.turn] = word.attempt  # also if decode, which followed it, is done already
                     self._journal.add(word)
                 self._floor.filled(word.turn, word.attempt, now())
             case Retired():

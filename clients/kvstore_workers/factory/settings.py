@@ -31,9 +31,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ready_target: float = 4.0
     slots: int = 8
     accelerators: int = 2
-    hbm_bytes: int = 384 << 20
+    hbm_bytes: int = 192 << 20
     """Of each accelerator."""
-    hbm_bandwidth: float = 400e6
+    hbm_bandwidth: float = 60e6
     hbm_latency_s: float = 0.002
     grace_s: float = 0.5
     deadline_s: float = 60.0

@@ -192,19 +192,19 @@ async def decode(node: Node, order: Decode, say: Say) -> None:
     async with AsyncExitStack() as stack:
         follower = await _follow(node, order, len(pages.seeds), stack)
         page_set = await _bring(node, order, pages, follower, stack)
-        if page_set is not None:
+        waited = now() - begun
+        if page_set is None:
+            done_at = await node.decode(prompt.turn, prompt.input_tokens, prompt.output_tokens)
+        else:
             await page_set.placed()
-            await page_set.arrived()
             async with page_set.use() as views:
+                await node.first_pass(page_set, prompt.input_tokens)
+                waited = now() - begun
                 checking = asyncio.create_task(node.verify(pages.seeds, views))
                 try:
-                    waited = now() - begun
-                    done_at = await node.decode(prompt.turn, prompt.input_tokens, prompt.output_tokens)
+                    done_at = await node.decode(prompt.turn, prompt.input_tokens, prompt.output_tokens - 1)
                 finally:
                     await checking
-        else:
-            waited = now() - begun
-            done_at = await node.decode(prompt.turn, prompt.input_tokens, prompt.output_tokens)
     await say(Retired(prompt.turn, order.attempt, "", done_at, waited, prompt.output_tokens, follower is not None))
     await put_suffix(node, prompt, pages)
 
