@@ -23,7 +23,7 @@ from tests.integration.raw import stat
 QUICK = Settings(
     endpoint="", unix_endpoint="", namespace="", socket="", journal="",
     traces=[(str(excerpt_path()), 30.0), (str(excerpt_path(AGENTS)), 60.0)],
-    turns=16, hbm_bytes=16 << 20, token_s=2e-6, output_median=40.0, step_s=2e-3, deadline_s=40.0, settle_s=0.5,
+    turns=10, hbm_bytes=16 << 20, token_s=2e-6, output_median=40.0, step_s=2e-3, deadline_s=40.0, settle_s=0.5,
 )  # fmt: skip
 DISAGGREGATED = [Kind.PREFILL, Kind.MIDFILL, Kind.DECODE, Kind.DECODE]
 HELD = ("leases", "puts_open", "pinned_blobs")
@@ -62,10 +62,10 @@ async def nothing_is_held(daemon: DaemonProcess) -> None:
 
 
 async def test_a_trace_goes_through_all_stages(daemon: DaemonProcess, tmp_path: Path) -> None:
-    async with running(daemon, tmp_path, probes=1) as found:
+    async with running(daemon, tmp_path, [Kind.PREFILL, Kind.MIDFILL, Kind.DECODE], probes=1) as found:
         await found.finished(60)
     journal, figures = came_to(found)
-    assert figures["done"] == figures["turns"] == 16
+    assert figures["done"] == figures["turns"] == 10
     assert figures["verified_bytes"] > 1 << 20
     assert figures["followed"] > 0, "no decode followed a put under way"
     assert figures["cached_tokens"] > 0
@@ -81,18 +81,18 @@ async def test_a_trace_goes_through_all_stages(daemon: DaemonProcess, tmp_path: 
 
 
 async def test_aggregated_workers_and_no_reuse(daemon: DaemonProcess, tmp_path: Path) -> None:
-    async with running(daemon, tmp_path, [Kind.AGGREGATED] * 2, aggregated=True, reuse=False, turns=8) as found:
+    async with running(daemon, tmp_path, [Kind.AGGREGATED] * 2, aggregated=True, reuse=False, turns=6) as found:
         await found.finished(60)
     _, figures = came_to(found)
-    assert figures["done"] == 8
+    assert figures["done"] == 6
     assert figures["cached_tokens"] == 0
     assert figures["compute_s"] == pytest.approx(figures["compute_s_store_off"])
 
 
 async def test_an_orchestrator_that_is_killed_goes_on_where_it_was(daemon: DaemonProcess, tmp_path: Path) -> None:
-    async with running(daemon, tmp_path, step_s=10e-3) as found:
+    async with running(daemon, tmp_path, step_s=8e-3, output_median=20.0) as found:
         journal = Path(found.settings.journal)
-        await until(lambda: len(Journalled.read(journal).retired) >= 2)
+        await until(lambda: len(Journalled.read(journal).retired) >= 1)
         pids = {name: worker.pid for name, worker in found.workers.items()}
         assert found.orchestrator is not None
         found.orchestrator.kill()
@@ -100,15 +100,15 @@ async def test_an_orchestrator_that_is_killed_goes_on_where_it_was(daemon: Daemo
         assert {name: worker.pid for name, worker in found.workers.items()} == pids
     known, figures = came_to(found)
     assert figures["events"]["orchestrator started again"] == 1
-    assert figures["done"] == 16
+    assert figures["done"] == 10
     assert figures["events"]["worker came"] >= 8, "no worker came back"
     lines = [line for line in read_journal(journal) if type(line).__name__ == "Retired"]
-    assert len(lines) == len(known.retired) == 16, "a turn was done twice"
+    assert len(lines) == len(known.retired) == 10, "a turn was done twice"
     await nothing_is_held(daemon)
 
 
 async def test_a_worker_killed_with_pages_in_hbm_loses_its_turns_to_another(daemon: DaemonProcess, tmp_path: Path) -> None:
-    async with running(daemon, tmp_path, step_s=10e-3) as found:
+    async with running(daemon, tmp_path, step_s=8e-3, output_median=20.0) as found:
         journal = Path(found.settings.journal)
 
         def in_hbm() -> bool:
@@ -118,7 +118,7 @@ async def test_a_worker_killed_with_pages_in_hbm_loses_its_turns_to_another(daem
         found.workers["decode-2"].kill()
         await found.finished(60)
     known, figures = came_to(found)
-    assert figures["done"] == 16
+    assert figures["done"] == 10
     left = next(e.at for e in known.events if e.what == "worker left" and e.worker == "decode-2")
     after = [r for r in known.retired.values() if r.done_at > left]
     assert after
@@ -127,7 +127,7 @@ async def test_a_worker_killed_with_pages_in_hbm_loses_its_turns_to_another(daem
 
 
 async def test_without_decode_workers_turns_are_given_up_at_their_deadline(daemon: DaemonProcess, tmp_path: Path) -> None:
-    async with running(daemon, tmp_path, [Kind.PREFILL], turns=4, deadline_s=1.5) as found:
+    async with running(daemon, tmp_path, [Kind.PREFILL], turns=4, deadline_s=1.0) as found:
         await found.finished(30)
     known, figures = came_to(found)
     assert figures["given_up"] == 4

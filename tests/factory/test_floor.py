@@ -134,6 +134,19 @@ def test_after_a_restart_workers_say_what_they_have() -> None:
     assert (f.turns[0].stage, f.turns[2].stage) == (Stage.READY, Stage.DONE)
 
 
+def test_a_turn_that_is_done_is_nowhere_any_more() -> None:
+    """After a restart a worker may say that it has decoded what the orchestrator knows only as waiting."""
+    f = floor()
+    f.arrive(turn(0))
+    f.retired(0, 1.0)
+    f.arrive(turn(1))
+    f.join("p", Kind.PREFILL, 4)
+    f.join("d", Kind.DECODE, 4)
+    assert f.orders(2.0) == [FillOrder("p", 1, 0)]
+    assert f.join("p", Kind.PREFILL, 4, fills=[(0, 0)]) == [0]
+    assert stage(f, 0) is Stage.DONE
+
+
 def check(f: Floor) -> None:
     """Every turn is in one place, and workers have what turns say."""
     fills = [n for w in f.workers.values() for n in w.fills]
@@ -153,7 +166,7 @@ def check(f: Floor) -> None:
         assert len(worker.fills) <= f.settings.fill_depth
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_at_random(seed: int) -> None:
     """Turns, workers that come, go and change, words late or twice: nothing is lost, and all of it ends."""
     random_ = random.Random(seed)
@@ -207,7 +220,7 @@ def tell(f: Floor, order: Order, random_: random.Random, now: float) -> None:
         case DecodeOrder():
             if random_.random() < 0.2:
                 f.lost(order.turn, order.attempt, Stage.DECODING, now)
-            elif f.turns[order.turn].stage is Stage.DECODING:
+            elif f.turns[order.turn].stage is Stage.DECODING or random_.random() < 0.05:
                 f.retired(order.turn, now)
         case ChangeOrder():
             f.changed(order.worker, order.kind)

@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8, help="turns that a decode worker has in its batch")
     parser.add_argument("--control", choices=("smoothed", "direct"), default="smoothed", help="admission (docs/factory.md)")
     parser.add_argument("--store", choices=("on", "off"), default="on", help="off: every fill recomputes all")
-    parser.add_argument("--probes", type=int, default=8, help="pairs of midfills with and without layer streaming, at the end")
+    parser.add_argument("--probes", type=int, default=10, help="pairs of midfills with and without layer streaming, at the end")
     parser.add_argument("--seed", type=int, default=1, help="of the output lengths")
     parser.add_argument("--bytes-per-token", type=int, default=256, help="bytes of KV a token")
     parser.add_argument("--dram", default="2GiB", help="the daemon's DRAM tier")

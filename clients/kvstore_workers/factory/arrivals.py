@@ -11,7 +11,7 @@ _SPACE = 1 << 40
 """Traces have nothing to do with each other: block ids of each are moved by so much."""
 _PROBES = 1 << 50
 PROBE_NUMBER = 1_000_000
-_PROBE_BLOCKS = 8
+_PROBE_BLOCKS = 9
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,10 +198,9 @@ class Floor:
         turn = self.turns.get(number)
         if turn is None or turn.over:
             return
-        self._end_fill(turn)
-        self._decode_s.add(now - turn.decoding_at)
-        self._end_decode(turn)
-        self._ready.discard(turn)
+        if turn.decode_worker is not None:
+            self._decode_s.add(now - turn.decoding_at)
+        self._take_out(turn)
         turn.stage, turn.done_at = Stage.DONE, now
         self.retired_turns += 1
 
@@ -372,8 +371,12 @@ class Floor:
         for name in (turn.fill_worker, turn.decode_worker):
             if name in self.workers:
                 self._orders.append(CancelOrder(name, turn.number))
+        self._take_out(turn)
+        turn.stage, turn.done_at = Stage.GIVEN_UP, now
+
+    def _take_out(self, turn: Turn) -> None:
+        """Wherever it is, it is there no more."""
         for queue in (self._backlog, self._ready, *self._admitted.values()):
             queue.discard(turn)
         self._end_fill(turn)
         self._end_decode(turn)
-        turn.stage, turn.done_at = Stage.GIVEN_UP, now
