@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,8 @@ from kvstore_workers.factory.model import GROUP_LAYERS, GROUPS, Bytes, Shards
 from kvstore_workers.factory.settings import Settings
 from kvstore_workers.generator import prompt_tokens
 from kvstore_workers.trace import Request
+
+T = TypeVar("T")
 
 
 def now() -> float:
@@ -47,8 +51,10 @@ class Pages:
 class Node:
     """The parts of a worker that its stages share."""
 
-    def __init__(self, namespace: Namespace, settings: Settings, kind: Kind, path: str) -> None:
+    def __init__(self, namespace: Namespace, outgoing: Namespace, settings: Settings, kind: Kind, path: str) -> None:
         self.namespace = namespace
+        self.outgoing = outgoing
+        """The same over other connections: what is computed leaves by its own link, and does not wait behind what comes in."""
         self.settings = settings
         self.kind = kind
         self.path = path
@@ -201,8 +207,21 @@ class Node:
         """Check every byte of pages in HBM."""
         if seeds:
             shards: list[Bytes] = [np.frombuffer(view, np.uint8)[: len(seeds) * self.shards.page_bytes] for view in views]
-            self.meter.wrong_bytes += await asyncio.to_thread(self.shards.wrong_bytes, seeds, shards)
+            self.meter.wrong_bytes += await in_thread(self.shards.wrong_bytes, seeds, shards)
             self.meter.verified_bytes += len(seeds) * self.shards.spec.page_bytes
+
+
+async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Call a function that reads or writes HBM in a thread. Cancelled, it still waits for the end: the memory must not go before."""
+    future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    try:
+        return await asyncio.shield(future)
+    finally:
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                continue  # once more; the first one is raised in the end
 
 
 def _one_error(fill: Fill) -> Fill:

@@ -12,7 +12,7 @@ from kvstore_client import Follower, Match, PutStream
 from kvstore_workers.factory.controls import Kind
 from kvstore_workers.factory.messages import Decode, Fill, Filled, Prompt, Retired, Started, Word
 from kvstore_workers.factory.model import GROUP_LAYERS, GROUPS, Bytes, output_tokens
-from kvstore_workers.factory.node import Node, Pages, missing, now
+from kvstore_workers.factory.node import Node, Pages, in_thread, missing, now
 
 Say = Callable[[Word], Awaitable[None]]
 _LEASE_S = 60.0
@@ -135,6 +135,7 @@ class _Flow:
         self._views = views
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
+        self._ready: asyncio.Task[None] | None = None
         self._puts: list[PutStream] = []
         self._rooms: list[Bytes] = []
 
@@ -143,15 +144,24 @@ class _Flow:
         cut = hit * node.shards.page_bytes
         self._rooms = [np.frombuffer(view, np.uint8)[cut:] for view in self._views]
         if hit < len(seeds):
-            for part in node.shards.parts:
-                put = node.namespace.stream_put(
-                    self._pages.tokens, first_page=hit, part=part, put_id=self._filling.order.put_id, whole_s=_WHOLE_S
-                )
-                self._puts.append(await self._stack.enter_async_context(put))
-            self._tasks.append(asyncio.create_task(asyncio.to_thread(node.shards.produce, seeds[hit:], self._rooms)))
+            self._ready = asyncio.create_task(self._make_ready(hit))
+            self._tasks.append(self._ready)
         if hit:
             self._tasks.append(asyncio.create_task(self._check()))
         return self
+
+    async def _make_ready(self, hit: int) -> None:
+        """Open the puts, a part an accelerator, while the first layers are computed; and have the bytes of the new pages."""
+        node = self._filling.node
+        producing = asyncio.create_task(in_thread(node.shards.produce, self._pages.seeds[hit:], self._rooms))
+        try:
+            for part in node.shards.parts:
+                put = node.outgoing.stream_put(
+                    self._pages.tokens, first_page=hit, part=part, put_id=self._filling.order.put_id, whole_s=_WHOLE_S
+                )
+                self._puts.append(await self._stack.enter_async_context(put))
+        finally:
+            await producing  # it writes into HBM: the memory must not go before
 
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
@@ -166,18 +176,16 @@ class _Flow:
 
     def send(self, group: int) -> None:
         """The layers of a group are computed: send them."""
-        if self._puts:
-            self._tasks.append(asyncio.create_task(self._send(group, self._tasks[0])))
+        if self._ready is not None:
+            self._tasks.append(asyncio.create_task(self._send(group, self._ready)))
 
-    async def _send(self, group: int, produced: "asyncio.Task[None]") -> None:
-        await asyncio.shield(produced)
-        node, new = self._filling.node, len(self._pages.seeds) - self._filling.hit
-        low = group * GROUP_LAYERS
+    async def _send(self, group: int, ready: "asyncio.Task[None]") -> None:
+        await asyncio.shield(ready)
+        node, low = self._filling.node, group * GROUP_LAYERS
         for put, room in zip(self._puts, self._rooms, strict=True):
             data = room.reshape(GROUPS, -1)[group]
             await put.send(low, low + GROUP_LAYERS, memoryview(data), timeout=node.settings.deadline_s)
             node.meter.moved[f"put_{node.path}"] += len(data)
-        assert new
 
     async def finish(self) -> None:
         """All is sent, committed and checked. Raises what went wrong."""
@@ -253,7 +261,7 @@ async def put_suffix(node: Node, prompt: Prompt, pages: Pages) -> None:
 
     grown, data = await asyncio.to_thread(make)
     try:
-        await node.namespace.put(grown.tokens, data, first_page=len(pages.seeds), timeout=node.settings.deadline_s)
+        await node.outgoing.put(grown.tokens, data, first_page=len(pages.seeds), timeout=node.settings.deadline_s)
         node.meter.moved[f"put_{node.path}"] += data.nbytes
     except KVStoreError:
         node.meter.moved["suffixes_lost"] += 1  # its prefix has left the store meanwhile: then so does the suffix
