@@ -61,25 +61,6 @@ async def nothing_is_held(daemon: DaemonProcess) -> None:
     await until(lambda: free(), 10)
 
 
-async def test_a_trace_goes_through_all_stages(daemon: DaemonProcess, tmp_path: Path) -> None:
-    async with running(daemon, tmp_path, [Kind.PREFILL, Kind.MIDFILL, Kind.DECODE], probes=1) as found:
-        await found.finished(60)
-    journal, figures = came_to(found)
-    assert figures["done"] == figures["turns"] == 10
-    assert figures["verified_bytes"] > 1 << 20
-    assert figures["followed"] > 0, "no decode followed a put under way"
-    assert figures["cached_tokens"] > 0
-    assert figures["compute_s"] < figures["compute_s_store_off"]
-    assert set(figures["utilisation"]) == {"prefill", "midfill", "decode"}
-    assert any(name.startswith("fetch_unix") for name in figures["moved"])
-    assert len(figures["streaming"]["pairs"]) == 1
-    for number, filled in journal.filled.items():
-        parts = filled.match_s + filled.wait_s + filled.fetch_s + filled.compute_s
-        assert parts <= filled.token_at - journal.arrived[number].at + 1e-3, "the parts are more than the whole"
-    assert all(r.output_tokens > 0 for r in journal.retired.values())
-    await nothing_is_held(daemon)
-
-
 async def test_aggregated_workers_and_no_reuse(daemon: DaemonProcess, tmp_path: Path) -> None:
     async with running(daemon, tmp_path, [Kind.AGGREGATED] * 2, aggregated=True, reuse=False, turns=6) as found:
         await found.finished(60)

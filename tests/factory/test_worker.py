@@ -14,8 +14,10 @@ from kvstore_workers.daemon_process import DaemonProcess
 from kvstore_workers.factory.controls import Kind
 from kvstore_workers.factory.messages import Bye, Change, Changed, Channel, Decode, Hello, Lost, Prompt, Word
 from kvstore_workers.factory.model import factory_spec
+from kvstore_workers.factory.report import Journalled
 from kvstore_workers.factory.running import Running
 from kvstore_workers.factory.settings import write_settings
+from kvstore_workers.trace import AGENTS, excerpt_path
 from tests.factory.test_factory import QUICK
 
 
@@ -60,41 +62,40 @@ async def test_a_worker_changes_its_kind_comes_back_and_goes_when_it_is_told(dae
             await running.stop()
 
 
-def test_the_command_writes_its_figures(tmp_path: Path) -> None:
+def test_a_trace_goes_through_all_stages_by_the_command(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
         "kvstore_workers.factory",
         "--turns",
-        "3",
+        "8",
         "--seconds",
         "1",
         "--probes",
-        "0",
-        "--bytes-per-token",
-        "64",
-    ]
-    workers = [
-        "--bytes-per-token",
-        "64",
-        "--prefill",
-        "1",
-        "--midfill",
-        "1",
-        "--decode",
         "1",
         "--mode",
         "disaggregated",
-        "--dram",
-        "64MiB",
-        "--ssd",
-        "64MiB",
     ]
-    done = subprocess.run([*command, *workers, "--json", str(tmp_path / "j")], capture_output=True, text=True, timeout=90)
-    assert "bytes checked, wrong" in done.stdout, done.stdout + done.stderr
-    (figures,) = json.loads((tmp_path / "j").read_text())["runs"].values()
-    assert figures["done"] == figures["turns"] == 3
+    traces = ["--trace", f"{excerpt_path()}@30", "--trace", f"{excerpt_path(AGENTS)}@60", "--dram", "64MiB", "--ssd", "64MiB"]
+    workers = ["--bytes-per-token", "64", "--prefill", "1", "--midfill", "1", "--decode", "1"]
+    files = ["--json", str(tmp_path / "f"), "--journal", str(tmp_path / "j")]
+    done = subprocess.run([*command, *traces, *workers, *files], capture_output=True, text=True, timeout=90)
+    assert "layer streaming" in done.stdout, done.stdout + done.stderr
+    (figures,) = json.loads((tmp_path / "f").read_text())["runs"].values()
+    assert figures["done"] == figures["turns"] == 8
     assert figures["wrong_bytes"] == 0
+    assert figures["verified_bytes"] > 1 << 20
+    assert figures["followed"] > 0, "no decode followed a put under way"
+    assert figures["compute_s"] <= figures["compute_s_store_off"]
+    assert set(figures["utilisation"]) == {"prefill", "midfill", "decode"}
+    assert any(name.startswith("fetch_unix") for name in figures["moved"])
+    assert len(figures["streaming"]["pairs"]) == 1
+    assert figures["streaming"]["pairs"][0]["cached_tokens"] > 2048
+    journal = Journalled.read(tmp_path / "j.disaggregated")
+    assert len(journal.filled) == 10
+    for number, filled in journal.filled.items():
+        parts = filled.match_s + filled.wait_s + filled.fetch_s + filled.compute_s
+        assert parts <= filled.token_at - journal.arrived[number].at + 1e-3, "the parts are more than the whole"
     wrong = subprocess.run([*command, "--trace", "x@fast"], capture_output=True, text=True, timeout=90)
     assert wrong.returncode == 1
     assert "FILE@SPEED" in wrong.stderr
