@@ -5,6 +5,7 @@ import asyncio
 import json
 import sys
 import tempfile
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,19 @@ async def run(arguments: argparse.Namespace) -> int:
                 async with factory(daemon, place, phase.settings, phase.kinds, arguments.bytes_per_token) as running:
                     with console.status(f"{phase.name}: replaying {arguments.seconds:g} s of arrivals"):
                         await running.finished(arguments.seconds + phase.settings.deadline_s + _SETTLE_S)
+                between = await asyncio.to_thread(_between_tiers, daemon.http)
                 daemon.kill()
             journals[phase.name] = await asyncio.to_thread(_journal, phase, Path(running.settings.journal), arguments.journal)
             reports[phase.name] = report(journals[phase.name], phase.settings.cost())
+            reports[phase.name]["moved"] |= between
     return _finish(console, arguments, journals, reports)
+
+
+def _between_tiers(http: str) -> dict[str, int]:
+    """Bytes that the daemon has moved between its tiers."""
+    with urllib.request.urlopen(f"{http}/v1/stat", timeout=30) as response:
+        totals = json.loads(response.read())["totals"]
+    return {"tier_dram_to_ssd": totals["demoted_stored_bytes"], "tier_ssd_to_dram": totals["promoted_stored_bytes"]}
 
 
 def _journal(phase: Phase, path: Path, keep: Path | None) -> Journalled:
@@ -170,7 +180,7 @@ def main() -> None:
     parser.add_argument("--probes", type=int, default=10, help="pairs of midfills with and without layer streaming, at the end")
     parser.add_argument("--seed", type=int, default=1, help="of the output lengths")
     parser.add_argument("--bytes-per-token", type=int, default=256, help="bytes of KV a token")
-    parser.add_argument("--dram", default="2GiB", help="the daemon's DRAM tier")
+    parser.add_argument("--dram", default="256MiB", help="the daemon's DRAM tier")
     parser.add_argument("--ssd", default="16GiB", help="the daemon's SSD tier")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the runs over time (needs matplotlib)")
