@@ -6,10 +6,13 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 ORACLE := .venv-oracle
 
-.PHONY: demo test test-oracle openapi crash cuts flips fuzz soak lint format bench lock clean
+.PHONY: demo factory test test-oracle openapi crash cuts flips fuzz soak lint format bench lock clean
 
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)
+
+factory: $(STAMP) ## Run the simulated token factory: prefill, midfill and decode workers around a real daemon, about two minutes
+	$(BIN)/python -m kvstore_workers.factory $(ARGS)
 
 test: $(DEV_STAMP) ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)

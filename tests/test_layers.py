@@ -29,7 +29,8 @@ ALLOWED = {
     "kvstore/tiers": {"kvstore.hints", "kvstore.tiers", *BELOW},
     "kvstore/api/wire": {"kvstore.api.wire", "kvstore.digests", "kvstore.drift", "kvstore.errors", "kvstore.hints", "kvstore.kvspec"},
     "clients/kvstore_client": {"kvstore.api.wire", "kvstore_client"},
-    "clients/kvstore_workers": {"kvstore.api.wire", "kvstore_client", "kvstore_workers"},
+    "kvstore/tiers/__init__.py": set(),
+    "clients/kvstore_workers": {"kvstore.api.wire", "kvstore.tiers.hbm", "kvstore_client", "kvstore_workers"},
 }
 
 
@@ -50,6 +51,12 @@ def test_imports(place: str) -> None:
     for file in files:
         for name in imports(file):
             assert any(name == ok or name.startswith(ok + ".") for ok in ALLOWED[place]), f"{file.relative_to(ROOT)} imports {name}"
+
+
+def test_hbm_imports_no_other_tier() -> None:
+    """A worker has it without the daemon's packages."""
+    for name in ("hbm", "device"):
+        assert imports(ROOT / f"kvstore/tiers/{name}.py") <= {"kvstore.errors", "kvstore.tiers", "kvstore.tiers.device"}
 
 
 def test_the_store_knows_no_sockets() -> None:

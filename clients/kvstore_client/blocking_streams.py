@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from kvstore.api.wire import PartRange
 from kvstore.api.wire.messages import Committed
 from kvstore_client import session, streams
 from kvstore_client.estimate import Estimate
@@ -65,11 +66,13 @@ class Follower:
         return self.inner.pages
 
     def fetch(
-        self, out: Any, *, pages: tuple[int, int] | None = None, group_layers: int = 0, on_group: OnGroup | None = None,
-        progress: Progress | None = None, timeout: float | None = None,
+        self, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
+        on_group: OnGroup | None = None, progress: Progress | None = None, timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Fetch while it arrives; callbacks run in the client's thread."""
-        done = self.inner.fetch(out, pages=pages, group_layers=group_layers, on_group=on_group, progress=progress, timeout=timeout)
+        done = self.inner.fetch(
+            out, pages=pages, wanted=wanted, group_layers=group_layers, on_group=on_group, progress=progress, timeout=timeout
+        )
         nbytes: int = self._run(done)
         return nbytes
 

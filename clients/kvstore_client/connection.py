@@ -237,6 +237,7 @@ class Connection:
                 header, meta, _ = call.done.result()  # the answer came in the same moment
                 if header.type is FrameType.PUT_READY:
                     self._abort_late(meta)
+            call.done.add_done_callback(_heard)
             await self._cancel(number)
             raise
         finally:
@@ -363,6 +364,12 @@ def _spans(target: memoryview, places: list[tuple[int, int]]) -> list[tuple[memo
         else:
             spans.append((offset, offset + size, [size]))
     return [(target[start:end], sizes) for start, end, sizes in spans]
+
+
+def _heard(done: "asyncio.Future[tuple[Header, bytes, bytes]]") -> None:
+    """Nobody waits for this answer any more: an error in it is none that was missed."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _typed(meta: bytes) -> KVStoreError:

@@ -205,17 +205,19 @@ class Follower:
         return first, last
 
     async def fetch(
-        self, out: Any, *, pages: tuple[int, int] | None = None, group_layers: int = 0,
+        self, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
         on_group: Callable[[int, int], None] | None = None, progress: Progress | None = None, timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Fetch what is wanted of the pages [first, last) while it arrives, as Namespace.fetch does. Returns the bytes.
 
-        Raises NotFound as soon as it is known that the rest will not come.
+        `wanted` is a range inside that of the follower (by default all of it): several accelerators each fetch their own with
+        one follower. Raises NotFound as soon as it is known that the rest will not come.
         """
         first, last = pages or self.pages
         if not self.pages[0] <= first < last <= self.pages[1]:
             raise BadRequest(f"pages [{first}, {last}) of a stream of the pages [{self.pages[0]}, {self.pages[1]})")
-        spec, wanted, client = self._namespace.spec, self._wanted, self._namespace.client
+        spec, wanted, client = self._namespace.spec, wanted or self._wanted, self._namespace.client
+        spec.check_range(wanted)
         size = spec.part_bytes(wanted)
         target = memoryview(out).cast("B")
         if len(target) != (last - first) * size or target.readonly:

@@ -11,6 +11,7 @@ from kvstore.api.wire import BadRequest
 
 BLOCK_TOKENS = 512
 EXCERPT = "mooncake_conversation_500.jsonl.gz"
+AGENTS = "coding_agents_8.jsonl.gz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class Request:
     """Id of the last, partial block. It is not a page: only whole pages exist, the worker recomputes the rest."""
 
 
-def excerpt_path() -> Path:
-    """The excerpt carried with the project."""
-    return Path(str(files("kvstore_workers") / "traces" / EXCERPT))
+def excerpt_path(name: str = EXCERPT) -> Path:
+    """An excerpt carried with the project: of chat, or `AGENTS`."""
+    return Path(str(files("kvstore_workers") / "traces" / name))
 
 
 def read_mooncake(path: Path) -> list[Request]:

@@ -123,6 +123,24 @@ async def test_shards_of_one_computation_are_followed_together(namespace: Namesp
         assert np.array_equal(again, data)
 
 
+async def test_one_follower_fetches_for_several_accelerators(namespace: Namespace) -> None:
+    data = content(9)
+    heads = data.reshape(PAGES, LAYERS, 2, 4, -1)
+    shards = [np.zeros((PAGES, LAYERS, 2, 2, heads.shape[-1]), np.uint8) for _ in range(2)]
+    async with namespace.stream_put(tokens(9), put_id=b"for two".ljust(16)) as put, namespace.follow(b"for two".ljust(16)) as follower:
+        fetches = [follower.fetch(shard, wanted=PartRange(0, 0, LAYERS, 2 * n, 2 * n + 2)) for n, shard in enumerate(shards)]
+        fetching = asyncio.gather(*fetches)
+        for low, high in GROUPS:
+            await put.send(low, high, np.ascontiguousarray(data[:, low:high]))
+        await fetching
+        await put.commit()
+        await follower.committed()
+        with pytest.raises(BadRequest):
+            await follower.fetch(shards[0], wanted=PartRange(0, 0, LAYERS, 3, 5))
+    for n, shard in enumerate(shards):
+        assert np.array_equal(shard, heads[:, :, :, 2 * n : 2 * n + 2])
+
+
 async def test_a_put_that_is_given_up_fails_its_followers(namespace: Namespace, daemon: DaemonProcess) -> None:
     data = content(5)
     async with AsyncClient(daemon.unix_endpoint, timeout=20) as consumer:
