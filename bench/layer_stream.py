@@ -104,8 +104,8 @@ async def measure(report: Report, settings: argparse.Namespace) -> None:
         environment = {"KVSTORE_HIGH_WATERMARK": "1.0"}
         with DaemonProcess(Path(folder) / "data", "--dram", "2GiB", "--ssd", "1GiB", environment=environment) as daemon:
             async with (
-                AsyncClient(daemon.endpoint, connections=settings.connections) as client,
-                AsyncClient(daemon.endpoint, connections=settings.connections) as other,
+                AsyncClient(daemon.endpoint, connections=settings.connections, shared_memory=False) as client,
+                AsyncClient(daemon.endpoint, connections=settings.connections, shared_memory=False) as other,
             ):
                 namespace = await client.namespace("stream", "bench", SPEC)
                 contexts = Contexts(namespace, pages, max(2, 512 // settings.mib))

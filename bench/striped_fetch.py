@@ -139,7 +139,7 @@ async def _one(
 ) -> None:  # fmt: skip
     label = f"{size // MIB}MiB" + (f"_{connections}conn" if connections > 1 else "")
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder, _daemon(Path(folder)) as daemon:
-        async with AsyncClient(daemon.endpoint, connections=connections) as client:
+        async with AsyncClient(daemon.endpoint, connections=connections, shared_memory=False) as client:
             kept = Bench(await client.namespace("kept", "bench", blob_spec(size)), size, settings.seconds, source, target)
             await kept.warm_up()
             await _puts(client, size, 0.0, source)  # segments are made by this one; later ones find the slots free

@@ -71,6 +71,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield running
 
 
+@pytest.fixture(scope="module", params=["true", "false"], ids=["shared_memory", "connections"])
+def either_daemon(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[DaemonProcess]:
+    """A daemon that clients on this machine share memory with, and one that they don't: what they get must be the same."""
+    environment = {"KVSTORE_SHARED_MEMORY": request.param}
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), "--dram", "64MiB", "--ssd", "256MiB", environment=environment) as running:
+        yield running
+
+
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     """A data directory for a daemon of one test."""

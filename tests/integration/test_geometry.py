@@ -46,6 +46,11 @@ def put_data(seed: int, parts: tuple[PartRange, ...], spans: tuple[tuple[int, in
 SPANS = ((0, PAGES), (PAGES - 3, PAGES), (PAGES - 1, PAGES))
 
 
+@pytest.fixture(scope="module")
+def daemon(either_daemon: DaemonProcess) -> DaemonProcess:
+    return either_daemon
+
+
 @pytest.fixture
 async def namespace(daemon: DaemonProcess) -> AsyncIterator[Namespace]:
     async with AsyncClient(daemon.endpoint, connections=2, timeout=20) as client:

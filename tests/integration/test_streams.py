@@ -31,6 +31,11 @@ def content(seed: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (PAGES, LAYERS, layer), dtype=np.uint8)
 
 
+@pytest.fixture(scope="module")
+def daemon(either_daemon: DaemonProcess) -> DaemonProcess:
+    return either_daemon
+
+
 @pytest.fixture
 async def namespace(daemon: DaemonProcess) -> AsyncIterator[Namespace]:
     async with AsyncClient(daemon.endpoint, connections=2, timeout=20) as client:
