@@ -11,7 +11,7 @@ from kvstore.lab.cost import PrefillCost
 from kvstore.lab.measure import Measure, Row
 from kvstore.lab.simulation import LabConfig, Simulation
 from kvstore.lab.trace import Trace
-from kvstore.tiers.policies.make import make_policies
+from kvstore.tiers.policies.make import SSD_LOSS, make_policies
 
 SWEEP_PERCENT = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
 """Capacities of a sweep, in percent of the bytes of all different pages."""
@@ -60,11 +60,11 @@ class Comparison:
         """The token hit ratio with room for everything."""
         return self.measure.ratio(unlimited_hits(self.trace))
 
-    def run(self, policy: str, dram_bytes: int, ssd_bytes: int = 0, progress: Progress = _quiet) -> Row:
-        """One policy at one size; `clairvoyant` is the bound."""
+    def run(self, policy: str, dram_bytes: int, ssd_bytes: int = 0, progress: Progress = _quiet, ssd_loss: float | None = SSD_LOSS) -> Row:
+        """One policy at one size; `clairvoyant` is the bound. `ssd_loss` as for `make_policies`."""
         if policy == "clairvoyant":
             return self.measure.bound(dram_bytes, ssd_bytes)
-        dram, ssd = make_policies(policy, self.measure.pages(dram_bytes), self.measure.pages(ssd_bytes))
+        dram, ssd = make_policies(policy, self.measure.pages(dram_bytes), self.measure.pages(ssd_bytes), ssd_loss)
         started = time.perf_counter()
         simulation = Simulation(self.trace, self._page_bytes, LabConfig(dram_bytes, ssd_bytes, self.batch, self.max_ghosts), dram, ssd)
         outcome = simulation.run(lambda done: progress(policy, done))

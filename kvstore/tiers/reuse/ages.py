@@ -27,6 +27,7 @@ class AgeTables:
         self._lost: Floats = np.zeros((CLASSES, _AGES))
         self._index: Floats = np.zeros((CLASSES, _AGES + 1))
         self._surviving: Floats = np.ones((CLASSES, _AGES + 1))
+        self._pooled: Floats = np.ones(_AGES + 1)
         self._edges: Floats = np.exp2(np.arange(_AGES + 1) / _PER_OCTAVE + _FIRST_OCTAVE)
         self._edges[0] = 0.0
 
@@ -68,6 +69,7 @@ class AgeTables:
         reused, total = self._reused.sum(0), at_risk.sum(0)
         flat = (reused.sum() + 0.1) / (total.sum() + 10)
         pool = ((reused + _SHRINK * flat) / (total + _SHRINK))[np.newaxis, :]
+        np.cumprod(1 - pool[0], out=self._pooled[1:])
         scores = (RHYTHMS, SCORES, _AGES)
         by_score = _shrunk(self._reused.reshape(scores).sum(0), at_risk.reshape(scores).sum(0), pool)
         return _shrunk(self._reused, at_risk, np.tile(by_score, (RHYTHMS, 1)))
@@ -86,6 +88,11 @@ class AgeTables:
         then = self._surviving[classes, _bins(ages + within) + 1]
         found: Floats = 1 - then / np.maximum(now, 1e-12)
         return found
+
+    def chance_of_any(self, age: float, within: float) -> float:
+        """The chance that a page of whatever class, idle up to this age, is used within so many seconds from then."""
+        now, then = _bins(np.array([age, age + within]))
+        return float(1 - self._pooled[then] / max(self._pooled[now], 1e-12))
 
 
 def _shrunk(reused: Floats, at_risk: Floats, coarser: Floats) -> Floats:
