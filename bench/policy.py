@@ -65,14 +65,14 @@ def measure(report: Report, name: str, trace: Trace, settings: argparse.Namespac
             print(f"{name} {percent:g}% {label}: {100 * row.hit_ratio:.2f}% in {row.run_s:.1f} s", file=sys.stderr)
     if name in _CHAT:
         for percents in settings.two_tiers:
-            two_tiers(report, name, without, percents)
+            two_tiers(report, name, without, Comparison(trace, hints=False, ssd_loss=None), percents)
 
 
-def two_tiers(report: Report, name: str, comparison: Comparison, percents: tuple[float, float]) -> None:
+def two_tiers(report: Report, name: str, comparison: Comparison, everything: Comparison, percents: tuple[float, float]) -> None:
     """Bytes written to SSD against those of leaf-LRU and of the classifier when all that leaves DRAM is written."""
     dram, ssd = (comparison.percent(percent) for percent in percents)
     rows = {label: comparison.run(label, dram, ssd) for label in NAMES}
-    rows[_ALL] = comparison.run("classifier", dram, ssd, ssd_loss=None)
+    rows[_ALL] = everything.run("classifier", dram, ssd)
     place = f"{name}_{percents[0]:g}+{percents[1]:g}%"
     for label, row in rows.items():
         report.add(f"{place}_{label}_hit", 0, 100 * row.hit_ratio, "%")

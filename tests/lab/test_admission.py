@@ -12,8 +12,8 @@ from kvstore.tiers.policies.make import make_policies
 
 
 def run(trace: Trace, dram: float, ssd: float, loss: float | None) -> Row:
-    comparison = Comparison(trace)
-    return comparison.run("classifier", comparison.percent(dram), comparison.percent(ssd), ssd_loss=loss)
+    comparison = Comparison(trace, ssd_loss=loss)
+    return comparison.run("classifier", comparison.percent(dram), comparison.percent(ssd))
 
 
 def test_what_is_read_once_is_not_written_and_what_is_written_stays_longer() -> None:
