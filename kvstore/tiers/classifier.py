@@ -130,9 +130,9 @@ class Classifier(Policy):
             uses=uses[mine], gaps=octaves, depths=depths, end=count, children=use.children[use.counted :], new=depths >= use.known,
             base_uses=base_uses,
         ) | np.uint64(shared)  # fmt: skip
-        score = np.clip(np.floor(self._score.of(codes) * 2 + SCORES / 2), 0, SCORES - 1).astype(np.int64)
+        score = np.minimum(np.maximum(self._score.of(codes) * 2 + SCORES / 2, 0), SCORES - 1).astype(np.uint8)
         columns["code"][mine] = codes
-        columns["class"][mine] = min(RHYTHMS - 1, rhythm_bin // 2) * SCORES + score
+        columns["class"][mine] = score + np.uint8(min(RHYTHMS - 1, rhythm_bin // 2) * SCORES)
         columns["last"][mine], columns["turns"][mine], columns["rhythm"][mine] = now, turn, rhythm
         columns["state"][mine] = columns["state"][mine] & _IN | (_KNOWN | _WAITS | _SHADOW)
         self._since += len(mine)
@@ -154,14 +154,14 @@ class Classifier(Policy):
     def _learn_reuse(self, columns: Columns, back: Slots, gaps: npt.NDArray[np.float64]) -> None:
         self._tables.reused(columns["class"][back], gaps)
         waits = (columns["state"][back] & _WAITS) != 0
-        soon = gaps <= self.horizon_s
-        self._score.learn(columns["code"][back[waits & soon]], used_again=True)
-        self._score.learn(columns["code"][back[waits & ~soon]], used_again=False)
+        self._score.learn(columns["code"][back[waits]], used_again=gaps[waits] <= self.horizon_s)
 
     def _learn_admission(self, columns: Columns, back: Slots, gaps: npt.NDArray[np.float64]) -> None:
+        if self._admission is None or not self._ssd_horizon:
+            return
         state = columns["state"][back]
         offered = (state & (_OFFERED | _IN)) == _OFFERED
-        if self._admission is not None and self._ssd_horizon and offered.any():
+        if offered.any():
             slots, refused = back[offered], (state[offered] & _REFUSED) != 0
             in_time = gaps[offered] <= self._ssd_horizon
             self._admission.came_back(columns["code"][slots], columns["odds"][slots], refused, in_time)
@@ -345,7 +345,7 @@ class Classifier(Policy):
 
 def _with(pages: Pages, state: int) -> Pages:
     """All pages and ghosts of a tree that have a bit of the state."""
-    slots = np.flatnonzero(pages.columns["state"][: pages.high] & state).astype(np.int32)
+    slots = np.flatnonzero((pages.columns["state"][: pages.high] & state) != 0).astype(np.int32)
     return Pages(pages.columns, slots, pages.high, pages.raised)
 
 

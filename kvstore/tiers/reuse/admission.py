@@ -75,8 +75,7 @@ class Admission:
         """Pages that were offered are used again by one request, some while SSD would have held them."""
         self._expected += float(_CHANCES[odds[refused]].sum())
         self._returned += float(np.count_nonzero(refused & in_time))
-        self._score.learn(codes[in_time], used_again=True)
-        self._score.learn(codes[~in_time], used_again=False)
+        self._score.learn(codes, used_again=in_time)
 
     def stayed_away(
         self, codes: npt.NDArray[np.uint64], odds: Odds, refused: npt.NDArray[np.bool_], requests: npt.NDArray[np.float64]

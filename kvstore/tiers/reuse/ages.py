@@ -33,11 +33,11 @@ class AgeTables:
 
     def reused(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
         """Pages were used again at these ages (seconds)."""
-        np.add.at(self._reused, (classes, _bins(ages)), 1)
+        np.add.at(self._reused.ravel(), classes.astype(np.int64) * _AGES + _bins(ages), 1.0)
 
     def lost(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
         """Pages were forgotten at these ages: they were not used up to then."""
-        np.add.at(self._lost, (classes, _bins(ages)), 1)
+        np.add.at(self._lost.ravel(), classes.astype(np.int64) * _AGES + _bins(ages), 1.0)
 
     def forget(self, share_kept: float) -> None:
         """Let what was seen count less."""
@@ -103,7 +103,8 @@ def _shrunk(reused: Floats, at_risk: Floats, coarser: Floats) -> Floats:
 
 
 def _position(ages: Floats) -> Floats:
-    found: Floats = np.clip((np.log2(np.maximum(ages, 0.0) + 1e-9) - _FIRST_OCTAVE) * _PER_OCTAVE, 0, _AGES - 1.001)
+    place = (np.log2(np.maximum(ages, 0.0) + 1e-9) - _FIRST_OCTAVE) * _PER_OCTAVE
+    found: Floats = np.minimum(np.maximum(place, 0), _AGES - 1.001)
     return found
 
 

@@ -49,8 +49,8 @@ class Score:
         found: npt.NDArray[np.float64] = self._weights[self._places(codes)].sum(1)
         return found
 
-    def learn(self, codes: npt.NDArray[np.uint64], *, used_again: bool) -> None:
-        """What became of pages that had these codes."""
+    def learn(self, codes: npt.NDArray[np.uint64], *, used_again: bool | npt.NDArray[np.bool_]) -> None:
+        """What became of pages of one request that had these codes: of all the same, or of each."""
         if not len(codes):
             return
         places = self._places(codes)
