@@ -15,7 +15,6 @@ from rich.table import Table
 
 from bench.report import Report, arguments
 from kvstore.lab.compare import Comparison
-from kvstore.lab.measure import Row
 from kvstore.lab.picture import can_draw
 from kvstore.lab.readers import ReadOptions, read_trace
 from kvstore.lab.synthetic import random_reuse
@@ -30,10 +29,11 @@ _FILES = {
     "agents_4h": ("weka_cc_even.jsonl.gz", 4.0),
 }
 _PERCENT = (1.0, 2.0, 5.0, 10.0, 25.0)
-_TWO_TIERS = (5.0, 25.0)
+_TWO_TIERS = ((1.0, 5.0), (2.0, 10.0), (5.0, 25.0))
+"""DRAM and SSD; the last is the one that is asked about, the others show what it does where SSD is short."""
 _CHAT = ("conversation", "toolagent")
 _LEAST_GAP = 3.0
-_BOUND, _LRU = "clairvoyant", "lru"
+_BOUND, _LRU, _ALL = "clairvoyant", "lru", "classifier:all"
 
 
 def traces(settings: argparse.Namespace) -> Iterator[tuple[str, Trace]]:
@@ -64,20 +64,25 @@ def measure(report: Report, name: str, trace: Trace, settings: argparse.Namespac
             report.add(cell(name, percent, label), 0, 100 * row.hit_ratio, "%")
             print(f"{name} {percent:g}% {label}: {100 * row.hit_ratio:.2f}% in {row.run_s:.1f} s", file=sys.stderr)
     if name in _CHAT:
-        dram, ssd = (without.percent(percent) for percent in _TWO_TIERS)
-        rows = {label: (with_hints if hints else without).run(policy, dram, ssd) for label, policy, hints in runs(NAMES)}
-        two_tiers(report, name, rows)
+        for percents in settings.two_tiers:
+            two_tiers(report, name, without, Comparison(trace, hints=False, ssd_loss=None), percents)
 
 
-def two_tiers(report: Report, name: str, rows: dict[str, Row]) -> None:
-    """Bytes written to SSD against those of leaf-LRU, which demotes everything."""
+def two_tiers(report: Report, name: str, comparison: Comparison, everything: Comparison, percents: tuple[float, float]) -> None:
+    """Bytes written to SSD against those of leaf-LRU and of the classifier when all that leaves DRAM is written."""
+    dram, ssd = (comparison.percent(percent) for percent in percents)
+    rows = {label: comparison.run(label, dram, ssd) for label in NAMES}
+    rows[_ALL] = everything.run("classifier", dram, ssd)
+    place = f"{name}_{percents[0]:g}+{percents[1]:g}%"
     for label, row in rows.items():
-        report.add(f"{name}_two_tiers_{label}_hit", 0, 100 * row.hit_ratio, "%")
-        report.add(f"{name}_two_tiers_{label}_written_per_hit_byte", 0, row.written_per_hit_byte or 0.0, "bytes")
-        if label != _LRU:
-            written, base = row.ssd_written_bytes or 0, rows[_LRU].ssd_written_bytes or 1
-            report.ratios[f"ssd_written_{name}_{label}_vs_lru"] = round(written / base, 4)
-            report.ratios[f"two_tier_points_{name}_{label}_vs_lru"] = round(100 * (row.hit_ratio - rows[_LRU].hit_ratio), 2)
+        report.add(f"{place}_{label}_hit", 0, 100 * row.hit_ratio, "%")
+        report.add(f"{place}_{label}_written_per_hit_byte", 0, row.written_per_hit_byte or 0.0, "bytes")
+        print(f"{place} {label}: {100 * row.hit_ratio:.2f}%, {row.written_per_hit_byte or 0:.2f} written a byte hit", file=sys.stderr)
+    for label, base in (*((label, _LRU) for label in NAMES if label != _LRU), ("classifier", _ALL)):
+        written = (rows[label].ssd_written_bytes or 0) / (rows[base].ssd_written_bytes or 1)
+        against = "lru" if base == _LRU else "all"
+        report.ratios[f"ssd_written_{place}_{label}_vs_{against}"] = round(written, 4)
+        report.ratios[f"two_tier_points_{place}_{label}_vs_{against}"] = round(100 * (rows[label].hit_ratio - rows[base].hit_ratio), 2)
 
 
 def cell(name: str, percent: float, label: str) -> str:
@@ -154,9 +159,9 @@ def main() -> None:
     settings = parser.parse_args()
     if settings.png is not None:
         can_draw()
-    settings.percent = _PERCENT
+    settings.percent, settings.two_tiers = _PERCENT, _TWO_TIERS
     if settings.quick:
-        settings.only, settings.percent = settings.only or ["conversation"], (2.0, 10.0)
+        settings.only, settings.percent, settings.two_tiers = settings.only or ["conversation"], (2.0, 10.0), _TWO_TIERS[1:2]
     report = Report("policy", {"percent": settings.percent, "two_tiers_percent": _TWO_TIERS, "policies": NAMES, "least_gap": _LEAST_GAP})
     names = []
     for name, trace in traces(settings):

@@ -8,7 +8,7 @@ import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
@@ -18,7 +18,7 @@ from kvstore.machine import read_memory
 from kvstore.sizes import Size
 from kvstore.store import StoreConfig
 from kvstore.store.quotas import Quota
-from kvstore.tiers.policies.make import NAMES
+from kvstore.tiers.policies.make import NAMES, SSD_LOSS
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.watermarks import Watermarks
 
@@ -67,6 +67,10 @@ class Config(BaseModel):
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
     extent: int = Field(DEFAULT_EXTENT_BYTES, ge=2032, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
     policy: str = Field("classifier", description=f"which pages leave a tier first: {', '.join(NAMES)}")
+    ssd_admission: Literal["classifier", "all"] = Field(
+        "classifier", description="which pages that leave DRAM are written: `all`, or by `policy`"
+    )
+    ssd_admission_loss: float = Field(SSD_LOSS, ge=0, le=1, description="share of the pages asked for that fewer writes to SSD may cost")
     max_ghosts: int = Field(200_000, ge=0, le=200_000_000, description="most evicted pages of a namespace whose label and history are kept")
     max_sessions: int = Field(65_536, ge=1, le=100_000_000, description="sessions of a namespace of which it is known where they were last")
     max_leased: Size = Field(0, ge=0, description="payload bytes that the leases of one client may hold; half of both tiers if 0")
@@ -156,6 +160,7 @@ class Config(BaseModel):
             move_share=self.move_share,
             reader_threads=self.reader_threads,
             policy=self.policy,
+            ssd_loss=self.ssd_admission_loss if self.ssd_admission == "classifier" else None,
             max_ghosts=self.max_ghosts,
             max_sessions=self.max_sessions,
             lease_bytes=self.max_leased,

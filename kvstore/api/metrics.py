@@ -68,6 +68,11 @@ class StoreCollector(Collector):
             ("writeback_backlog_pages", "Pages waiting to be written to SSD", len(self._store.backlog)),
             ("writeback_backlog_bytes", "Bytes waiting to be written to SSD", self._store.backlog.nbytes),
             ("writeback_backlog_bytes_smoothed", "The same, averaged over ten seconds", self._store.backlog.smoothed_bytes),
+            (
+                "ssd_written_per_hit_byte",
+                "Bytes written to SSD for each that a hit read from there",
+                self._store.stats.written_per_hit_byte,
+            ),
             ("sessions", "Client sessions", len(self._data_plane.sessions)),
             ("connections", "Data-plane connections", self._data_plane.connection_count),
         ):

@@ -122,6 +122,8 @@ class PageEstimate(ReplyModel):
     value: Annotated[float, Field(description="reuses a second of keeping it; the least goes first")]
     floor: Annotated[float, Field(description="the value up to which pages went at the last eviction")]
     follows: Annotated[Literal["estimates", "lru"], Field(description="who decides, as they do better of late")]
+    ssd_chance: Annotated[float | None, Field(description="of use while SSD would hold it; none if all that leaves DRAM is written")] = None
+    ssd_floor: Annotated[float, Field(description="the chance under which pages that left DRAM were not written to SSD")] = 0.0
 
 
 class PageWhy(ReplyModel):

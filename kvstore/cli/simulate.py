@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvstore.cli.common import print_json, size_text, table_console
+from kvstore.cli.common import exits_with, print_json, size_text, table_console
 from kvstore.errors import BadRequest
 from kvstore.lab.compare import SWEEP_PERCENT, Comparison, size_for
 from kvstore.lab.compare import Progress as Told
@@ -21,15 +21,16 @@ from kvstore.lab.measure import Row
 from kvstore.lab.picture import can_draw, draw
 from kvstore.lab.readers import FORMATS, ReadOptions, read_trace
 from kvstore.sizes import parse_size
-from kvstore.tiers.policies.make import BASELINES, NAMES, make_policies
+from kvstore.tiers.policies.make import BASELINES, NAMES, SSD_LOSS, make_policies
 
 _BOUND = "clairvoyant"
 _GOALS = (0.9, 0.99)
 
 
+@exits_with(error=2)
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace file, plain or gzip; see docs/lab.md.")],
-    policy: Annotated[str, typer.Option(help=f"Policies, separated by commas, of {', '.join(NAMES)}.")] = NAMES[0],
+    policy: Annotated[str, typer.Option(help=f"Policies, separated by commas, of {', '.join(NAMES)}.")] = "classifier",
     dram: Annotated[str, typer.Option(help="DRAM: a size such as 64GiB, or a share of all different pages such as 5%.")] = "5%",
     ssd: Annotated[str, typer.Option(help="SSD, in the same ways; 0 for none.")] = "0",
     bytes_per_token: Annotated[float, typer.Option(min=0, help="KV bytes of a token, if the trace does not say.")] = 0.0,
@@ -40,6 +41,10 @@ def simulate(
     keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Keep near-duplicate agent sessions.")] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave bad lines out, and say how many there were.")] = False,
     no_hints: Annotated[bool, typer.Option("--no-hints", help="Leave out what clients said of their requests.")] = False,
+    ssd_admission: Annotated[
+        str, typer.Option(help="all: what leaves DRAM is written to SSD; classifier: what is worth it.")
+    ] = "classifier",
+    ssd_admission_loss: Annotated[float, typer.Option(min=0, max=1, help="Hits that fewer writes may cost.")] = SSD_LOSS,
     batch: Annotated[float, typer.Option(min=0, max=1, help="Share of a tier that leaves at once.")] = 0.01,
     max_ghosts: Annotated[int, typer.Option(min=0, help="Evicted pages of a namespace that are remembered.")] = 200_000,
     prefill_us: Annotated[float, typer.Option(min=0, help="Prefill cost of a token, microseconds.")] = 100.0,
@@ -57,7 +62,8 @@ def simulate(
     policies = _policies(policy)
     options = ReadOptions(format_, page_tokens, start_hours, seed, keep_duplicates, skip_bad)
     cost = PrefillCost(prefill_us / 1e6, prefill_ns_per_position / 1e9)
-    comparison = Comparison(read_trace(trace, options), bytes_per_token, cost, batch, max_ghosts, not no_hints)
+    ssd_loss = _ssd_loss(ssd_admission, ssd_admission_loss)
+    comparison = Comparison(read_trace(trace, options), bytes_per_token, cost, batch, max_ghosts, not no_hints, ssd_loss)
     ssd_bytes = _size(comparison, ssd, "--ssd")
     dram_bytes = 0 if sweep else _size(comparison, dram, "--dram")
     runs = (len(SWEEP_PERCENT) if sweep else 1) * (len(policies) - 1)
@@ -72,6 +78,8 @@ def simulate(
         "batch": batch,
         "max_ghosts": max_ghosts,
         "hints": not no_hints,
+        "ssd_admission": ssd_admission,
+        "ssd_admission_loss": ssd_loss,
     }
     result["settings"] |= asdict(cost)
     _write(result, json_file)
@@ -79,6 +87,12 @@ def simulate(
         _show(comparison, rows, result)
     if png is not None:
         draw(rows, result["unlimited"], comparison.trace.name, png)
+
+
+def _ssd_loss(admission: str, loss: float) -> float | None:
+    if admission not in ("all", "classifier"):
+        raise BadRequest(f"--ssd-admission is {admission!r}: all or classifier")
+    return loss if admission == "classifier" else None
 
 
 def _policies(text: str) -> list[str]:

@@ -11,10 +11,12 @@ from kvstore.lab.cost import PrefillCost
 from kvstore.lab.measure import Measure, Row
 from kvstore.lab.simulation import LabConfig, Simulation
 from kvstore.lab.trace import Trace
-from kvstore.tiers.policies.make import make_policies
+from kvstore.tiers.policies.make import SSD_LOSS, make_policies
 
 SWEEP_PERCENT = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
 """Capacities of a sweep, in percent of the bytes of all different pages."""
+
+MAX_PAGE_BYTES = 1 << 36
 
 Progress = Callable[[str, int], None]
 """Told of a run's name and how many of its requests are done."""
@@ -34,6 +36,8 @@ class Comparison:
     batch: float = 0.01
     max_ghosts: int = 200_000
     hints: bool = True
+    ssd_loss: float | None = SSD_LOSS
+    """As for `make_policies`."""
     measure: Measure = field(init=False)
     _page_bytes: list[int] = field(init=False)
 
@@ -43,6 +47,8 @@ class Comparison:
         if not self.hints:
             self.trace = replace(self.trace, hints=[None] * len(self.trace))
         self._page_bytes = [round(space.page_tokens * (self.bytes_per_token or space.bytes_per_token or 1)) for space in self.trace.spaces]
+        if max(self._page_bytes) > MAX_PAGE_BYTES:
+            raise BadRequest(f"pages of {max(self._page_bytes)} bytes: {MAX_PAGE_BYTES} are the most")
         if min(self._page_bytes) <= 0:
             raise BadRequest(f"pages of {min(self._page_bytes)} bytes: {self.bytes_per_token} bytes a token are too few")
         self.measure = Measure(self.trace, self._page_bytes, self.cost)
@@ -64,7 +70,7 @@ class Comparison:
         """One policy at one size; `clairvoyant` is the bound."""
         if policy == "clairvoyant":
             return self.measure.bound(dram_bytes, ssd_bytes)
-        dram, ssd = make_policies(policy, self.measure.pages(dram_bytes), self.measure.pages(ssd_bytes))
+        dram, ssd = make_policies(policy, self.measure.pages(dram_bytes), self.measure.pages(ssd_bytes), self.ssd_loss)
         started = time.perf_counter()
         simulation = Simulation(self.trace, self._page_bytes, LabConfig(dram_bytes, ssd_bytes, self.batch, self.max_ghosts), dram, ssd)
         outcome = simulation.run(lambda done: progress(policy, done))

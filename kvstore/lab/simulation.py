@@ -158,23 +158,28 @@ class Simulation:
         """Pages left DRAM: write them to SSD, or give them up."""
         lost = slots[(space.place[slots] & SSD) == 0]
         if self.config.ssd_bytes and len(lost):
-            lost = np.sort(lost)
-            admitted = self._admitted(space, lost, now)
-            self._tiers[SSD].enter(space, lost[admitted], now)
-            self.outcome.ssd_written_bytes += int(admitted.sum()) * space.page_bytes
-            lost = lost[~admitted]
-            self._tiers[SSD].shrink(now, self._give_up)
+            written = self._written(space, np.sort(lost), now)
+            self._tiers[SSD].enter(space, written, now)
+            self.outcome.ssd_written_bytes += len(written) * space.page_bytes
+            self._tiers[SSD].shrink(now, lambda where, gone: self._left_ssd(where, gone, now))
         self._give_up(space, lost)
 
-    def _admitted(self, space: LabSpace, slots: Slots, now: float) -> npt.NDArray[np.bool_]:
-        """Which pages are written to SSD: those that the policy admits, and all above what is there or admitted."""
-        wanted = self.dram.admits([self._tiers[DRAM].pages(space, slots)], now)
-        if wanted.all():
-            return wanted
-        there = np.union1d(slots, self._tiers[SSD].resident(space)).astype(np.int32)
-        kept = (space.place[there] & SSD) != 0
-        kept[np.searchsorted(there, slots)] = wanted
-        return raised(space.tree, there, kept)[np.searchsorted(there, slots)]
+    def _written(self, space: LabSpace, lost: Slots, now: float) -> Slots:
+        """What is written when pages leave DRAM: those of them that the policy admits, and as in the daemon all above them."""
+        admitted = self.dram.admits([self._tiers[DRAM].pages(space, lost)], now)
+        place = space.place[: space.tree.pages.ranges.high]
+        there = np.sort(np.append(np.flatnonzero((place & (DRAM | SSD)) == DRAM), lost)).astype(np.int32)
+        wanted = np.zeros(len(there), np.bool_)
+        wanted[np.searchsorted(there, lost)] = admitted
+        wanted = raised(space.tree, there, wanted)
+        if not admitted.all():
+            self.dram.admitted_after_all(space.columns[DRAM], lost[~admitted & wanted[np.searchsorted(there, lost)]])
+        found: Slots = there[wanted]
+        return found
+
+    def _left_ssd(self, space: LabSpace, slots: Slots, now: float) -> None:
+        self.dram.left_below(space.columns[DRAM], slots, now)
+        self._give_up(space, slots)
 
     def _give_up(self, space: LabSpace, slots: Slots) -> None:
         """Pages that are in no tier any more become ghosts."""

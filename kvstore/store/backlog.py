@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.errors import Busy, KVStoreError
@@ -42,6 +43,10 @@ class Backlog:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def waiting(self) -> Iterator[WriteRequest]:
+        """All requests, the oldest first."""
+        return iter(self._queue)
 
     @property
     def smoothed_bytes(self) -> float:

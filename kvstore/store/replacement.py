@@ -249,7 +249,10 @@ class Replacement:
 
     def unwritten(self, space: Space, slot: int) -> None:
         """A page is not on SSD any more."""
-        self.left(SSD, space, np.array([slot], np.int32))
+        slots = np.array([slot], np.int32)
+        if self._place(space)[slot] & SSD:
+            self.policies[DRAM].left_below(self._columns(space, DRAM), slots, self._now())
+        self.left(SSD, space, slots)
 
     def buried(self, space: Space, slots: Slots) -> None:
         """Pages were given up in all tiers, and are ghosts now."""
@@ -290,10 +293,19 @@ class Replacement:
         found = [values[part] for _, part in parts(batch)]
         return found if policy.leaf_first else [pages.raised(pages.slots, own) for pages, own in zip(batch, found, strict=True)]
 
-    def admits(self, space: Space, slots: Slots) -> npt.NDArray[np.bool_]:
-        """Which pages that leave DRAM (ascending slots) are worth writing to SSD: with one, all above it."""
+    def admits(self, space: Space, slots: Slots, promised: Callable[[], Iterable[bytes]]) -> npt.NDArray[np.bool_]:
+        """Which pages that leave DRAM (ascending slots) are worth writing to SSD: with one, all above it.
+
+        So are those, by their keys, that somebody waits for to be written.
+        """
         wanted = self.policies[DRAM].admits([self._pages(space, slots, DRAM)], self._now())
-        return wanted if wanted.all() else raised(space.tree, slots, wanted)
+        if wanted.all():
+            return wanted
+        keys = [space.tree.pages.find_key(key) for key in promised()]
+        needed = wanted | np.isin(slots, keys) | (space.tree.pages.retain[slots] > self._now())
+        admitted: npt.NDArray[np.bool_] = raised(space.tree, slots, needed)
+        self.policies[DRAM].admitted_after_all(self._columns(space, DRAM), slots[admitted & ~wanted])
+        return admitted
 
     def check(self, space: Space) -> None:
         """Raise AssertionError unless the policies know which pages are on SSD, and take no ghost to be anywhere."""

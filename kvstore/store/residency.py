@@ -414,8 +414,9 @@ class Residency:
         for mine in by_space.values():
             space = mine[0].space
             slots = np.array([space.tree.pages.find_key(unit.key) for unit in mine], np.int32)
-            asked = distinct(slots)
-            admitted = np.isin(slots, asked[self._replacement.admits(space, asked)])
+            asked = distinct(slots[slots >= 0])
+            promised = partial(self.writeback.promised, space)
+            admitted = np.isin(slots, asked[self._replacement.admits(space, asked, promised)])
             for unit, wanted in zip(mine, admitted.tolist(), strict=True):
                 if wanted or not unit.required or not drop(unit):
                     kept.append(unit)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Stats:
-    """Totals since start. Bytes are payload bytes unless the name says stored."""
+    """Totals since start. Bytes are payload bytes unless the name says stored. `refused_pages` were not worth writing to SSD."""
 
     matches: int = 0
     matched_tokens: int = 0
@@ -58,3 +58,8 @@ class Stats:
     scrubbed_stored_bytes: int = 0
     scrub_repaired: int = 0
     scrub_unreadable: int = 0
+
+    @property
+    def written_per_hit_byte(self) -> float:
+        """Bytes written to SSD for each byte of a hit that came from there; 0 as long as none did."""
+        return self.demoted_stored_bytes / self.promoted_stored_bytes if self.promoted_stored_bytes else 0.0

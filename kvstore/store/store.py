@@ -87,7 +87,7 @@ class Store:
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
         self._clock = clock or Clock()
         self.uses = Uses(self._clock.now, self.stats)
-        policies = make_policies(config.policy, config.dram_bytes // _PAGE, config.ssd_bytes // _PAGE)
+        policies = make_policies(config.policy, config.dram_bytes // _PAGE, config.ssd_bytes // _PAGE, config.ssd_loss)
         self.replacement = Replacement(*policies, self._clock.now)
         self.uses.observers.append(self.replacement)
         self.rates = Rates()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvstore.store.quotas import Quota
 from kvstore.store.session_ends import DEFAULT_SESSIONS
+from kvstore.tiers.policies.make import SSD_LOSS
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.watermarks import Watermarks
 
@@ -21,6 +22,8 @@ class StoreConfig:
     max_ghosts: int = 200_000
     policy: str = "classifier"
     """Which pages leave a tier first: a name of `kvstore.tiers.policies`."""
+    ssd_loss: float | None = SSD_LOSS
+    """The share of pages asked for that fewer writes to SSD may cost, with a policy that chooses; None writes all that leaves DRAM."""
     max_sessions: int = DEFAULT_SESSIONS
     """Sessions of a namespace of which it is remembered where they were last."""
     lease_bytes: int = 0

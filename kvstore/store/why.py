@@ -78,6 +78,8 @@ def why(replacement: Replacement, policy: str, space: Space, tokens: bytes, extr
         rank = round(places[slot] * candidates.weight) if slot in places else None
         gone, in_dram = bool(flags & GHOST), bool(resident[at])
         decision = _decision(policy, gone, in_dram, leased, _place(rank, candidates), explanation)
+        if in_dram and not leased and not flags & DURABLE and explanation is not None:
+            decision += _after_dram(explanation)
         found.append(PageWhy(first + at, in_dram, bool(flags & DURABLE), leased, gone, rank, decision, explanation))
     return Why(policy, there, len(slots) - there, candidates.count, candidates.weight > 1, found)
 
@@ -132,3 +134,13 @@ def _decision(policy: str, gone: bool, in_dram: bool, leased: bool, place: str, 
     if explanation.follows == "lru":
         return f"kept by recency, which does better than the estimates now: {place}"
     return f"{explanation.chance:.0%} chance of use in time: {place}"
+
+
+def _after_dram(explanation: Explanation) -> str:
+    """What becomes of a page that is in DRAM only when it has to leave."""
+    chance, floor = explanation.ssd_chance, explanation.ssd_floor
+    if chance is None or not floor:
+        return "; then it is written to SSD"
+    if chance < floor:
+        return f"; then it is not worth writing to SSD, as its chance to be used there is {chance:.1%}, under {floor:.1%}"
+    return f"; then it is written to SSD, for a chance of {chance:.1%} that it is used there"

@@ -106,6 +106,10 @@ class Writeback:
             self.backlog.add(WriteRequest(space, key, rewrite, nbytes, None))
             self._wake.set()
 
+    def promised(self, space: Space) -> list[bytes]:
+        """The keys of a namespace's pages that wait to be made durable, with their ancestors."""
+        return [request.key for request in (*self._under_way, *self.backlog.waiting()) if request.space is space]
+
     async def make_durable(self, space: Space, keys: Iterable[bytes], *, rewrite: bool = False, wait_s: float | None = None) -> int:
         """Wait until pages (and their ancestors) are durable. Returns how many are.
 

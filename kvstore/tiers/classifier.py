@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvstore.columns import ColumnSpec
 from kvstore.tiers.policies.policy import Columns, Explanation, Pages, Policy, Slots, Use, Values, gather, parts
+from kvstore.tiers.reuse.admission import Admission
 from kvstore.tiers.reuse.ages import RHYTHMS, SCORES, AgeTables
 from kvstore.tiers.reuse.duel import Duel
 from kvstore.tiers.reuse.features import (
@@ -35,32 +36,38 @@ _TABLE_HALF_LIFE, _STEP_HALF_LIFE = 8.0, 16.0
 """In uses of as many pages as are known."""
 _SLACK = 0.01
 """What leaves a shadow at a time, as a share of it."""
-_KNOWN, _WAITS, _ABANDONED, _IN, _SHADOW = 1, 2, 4, 8, 16
-"""Of a page's state: it was used; it is not known yet whether within the horizon again; given up; in the tier; in the rival's shadow."""
+_KNOWN, _WAITS, _ABANDONED, _IN, _SHADOW, _OFFERED, _REFUSED = 1, 2, 4, 8, 16, 32, 64
+"""Of a page's state: it was used; it is not known yet whether within the horizon again; given up; in the tier; in the rival's shadow;
+it left for SSD, and it is not known yet whether it is used while SSD would hold it; it was not written there."""
+_SSD_WINDOW = 6
+"""In uses of so many capacities: what of the past counts for the budget of admission."""
 _MOST = 255
 
 
 class Classifier(Policy):
-    """For DRAM of `capacity` pages, above an SSD tier of `ssd_capacity`.
+    """For DRAM of `capacity` pages.
 
-    What is less likely than `least_chance` to be used before SSD would evict it is not written there.
+    `ssd_loss` is the share of all pages looked up that may be missed for the sake of fewer writes to SSD; None: all that leaves is written.
     """
 
     columns = (
         ColumnSpec("last", "f8"), ColumnSpec("code", "u8"), ColumnSpec("rhythm", "f4"), ColumnSpec("uses", "u1"),
         ColumnSpec("turns", "u1"), ColumnSpec("class", "u1"), ColumnSpec("state", "u1"),
+        ColumnSpec("odds", "u1"),
     )  # fmt: skip
     counts_children = True
 
-    def __init__(self, capacity: int, ssd_capacity: int = 0, least_chance: float = 0.0) -> None:
+    def __init__(self, capacity: int, ssd_loss: float | None = None) -> None:
         self._capacity = capacity
-        self._ssd_capacity = ssd_capacity
-        self._least_chance = least_chance
+        self._admission = None if ssd_loss is None else Admission(ssd_loss)
+        self._ssd_age = 0.0
+        """How old pages get on SSD; 0 as long as none had to leave it."""
         self._score = Score()
         self._tables = AgeTables()
         self._duel = Duel()
         self._rival_is_lru = True
-        self._lru_age = self._ssd_age = 1e9
+        self._lru_age = 1e9
+        self._ssd_horizon = 0.0
         self._start: float | None = None
         self._since = 0
         self._floor = 0.0
@@ -89,14 +96,19 @@ class Classifier(Policy):
         code = hint_code(use.hints)
         if code:
             self._score.look_at_hints()
+            if self._admission is not None:
+                self._admission.look_at_hints()
         if not use.counted:
             self._play(columns, use)
         if use.counted >= len(use.slots):
             return
+        if self._admission is not None:
+            self._admission.looked_up(len(use.slots) - use.counted, max(_REBUILD_LEAST, _SSD_WINDOW * self._capacity))
         mine, back = use.slots[use.counted :], use.slots[use.counted : use.known]
         gaps = np.maximum(now - columns["last"][back], 0.0)
         if len(back):
             self._learn_reuse(columns, back, gaps)
+            self._learn_admission(columns, back, gaps)
         turn, rhythm, was_end, base_uses, request_gap = self._conversation(columns, use)
         uses = columns["uses"]
         uses[back] = np.minimum(uses[back], _MOST - 1) + 1
@@ -118,9 +130,9 @@ class Classifier(Policy):
             uses=uses[mine], gaps=octaves, depths=depths, end=count, children=use.children[use.counted :], new=depths >= use.known,
             base_uses=base_uses,
         ) | np.uint64(shared)  # fmt: skip
-        score = np.clip(np.floor(self._score.of(codes) * 2 + SCORES / 2), 0, SCORES - 1).astype(np.int64)
+        score = np.minimum(np.maximum(self._score.of(codes) * 2 + SCORES / 2, 0), SCORES - 1).astype(np.uint8)
         columns["code"][mine] = codes
-        columns["class"][mine] = min(RHYTHMS - 1, rhythm_bin // 2) * SCORES + score
+        columns["class"][mine] = score + np.uint8(min(RHYTHMS - 1, rhythm_bin // 2) * SCORES)
         columns["last"][mine], columns["turns"][mine], columns["rhythm"][mine] = now, turn, rhythm
         columns["state"][mine] = columns["state"][mine] & _IN | (_KNOWN | _WAITS | _SHADOW)
         self._since += len(mine)
@@ -142,9 +154,17 @@ class Classifier(Policy):
     def _learn_reuse(self, columns: Columns, back: Slots, gaps: npt.NDArray[np.float64]) -> None:
         self._tables.reused(columns["class"][back], gaps)
         waits = (columns["state"][back] & _WAITS) != 0
-        soon = gaps <= self.horizon_s
-        self._score.learn(columns["code"][back[waits & soon]], used_again=True)
-        self._score.learn(columns["code"][back[waits & ~soon]], used_again=False)
+        self._score.learn(columns["code"][back[waits]], used_again=gaps[waits] <= self.horizon_s)
+
+    def _learn_admission(self, columns: Columns, back: Slots, gaps: npt.NDArray[np.float64]) -> None:
+        if self._admission is None or not self._ssd_horizon:
+            return
+        state = columns["state"][back]
+        offered = (state & (_OFFERED | _IN)) == _OFFERED
+        if offered.any():
+            slots, refused = back[offered], (state[offered] & _REFUSED) != 0
+            in_time = gaps[offered] <= self._ssd_horizon
+            self._admission.came_back(columns["code"][slots], columns["odds"][slots], refused, in_time)
 
     def _conversation(self, columns: Columns, use: Use) -> tuple[int, float, int, int, int]:
         """(turns, smoothed gap, where its end was, uses, last gap) of the conversation that the deepest known page tells of."""
@@ -171,6 +191,7 @@ class Classifier(Policy):
         known = (state & _KNOWN) != 0
         self._tables.lost(columns["class"][slots[known]], now - columns["last"][slots[known]])
         self._score.learn(columns["code"][slots[known & ((state & _WAITS) != 0)]], used_again=False)
+        self._learn_absence(columns, slots[(state & (_OFFERED | _REFUSED)) == _OFFERED])  # of refused ones nobody knows
         columns["state"][slots] = 0
 
     # --- deciding ------------------------------------------------------------------------------------------------------
@@ -206,22 +227,66 @@ class Classifier(Policy):
         rounds = self._since / max(1, len(ages))
         self._tables.forget(float(np.exp2(-rounds / _TABLE_HALF_LIFE)))
         self._score.forget(float(np.exp2(-rounds / _STEP_HALF_LIFE)))
+        if self._admission is not None:
+            self._admission.forget(float(np.exp2(-rounds / _STEP_HALF_LIFE)))
         self._since = 0
         self._lru_age = self._age_at(ages, self._capacity, now)
-        if self._least_chance:
-            self._ssd_age = self._age_at(ages, self._capacity + self._ssd_capacity, now)
+        self._see_absence(known, now)
+
+    def _see_absence(self, known: Sequence[Pages], now: float) -> None:
+        """Which pages that left for SSD were not used for as long as it would have held them."""
+        horizon = self._ssd_horizon = self._ssd_age or self._provisional_horizon(now)
+        if self._admission is None or not horizon:
+            return
+        for pages in known:
+            late = pages.slots[((pages.of("state") & _OFFERED) != 0) & (now - pages.of("last") > horizon)]
+            self._learn_absence(pages.columns, late)
+            pages.columns["state"][late] &= ~np.uint8(_OFFERED)
+
+    def _provisional_horizon(self, now: float) -> float:
+        """While SSD fills up: something that it will certainly hold, if that is well beyond what DRAM does."""
+        so_far = (now - (self._start or now)) / 2
+        return so_far if so_far > _HORIZON * self._lru_age else 0.0
+
+    def _learn_absence(self, columns: Columns, slots: Slots) -> None:
+        if self._admission is not None and self._ssd_horizon and len(slots):
+            refused = (columns["state"][slots] & _REFUSED) != 0
+            self._admission.stayed_away(columns["code"][slots], columns["odds"][slots], refused, columns["last"][slots])
 
     def _age_at(self, ages: npt.NDArray[np.float64], capacity: int, now: float) -> float:
         """The age at which LRU evicts from so many pages."""
         full = len(ages) >= capacity
         return max(1e-3, float(np.partition(ages, capacity - 1)[capacity - 1]) if full else now - (self._start or 0.0))
 
+    def left_below(self, columns: Columns, slots: Slots, now: float) -> None:
+        """Pages left SSD: the old among them had to, others may have been deleted."""
+        slots = slots[(columns["state"][slots] & _KNOWN) != 0]
+        if len(slots):
+            oldest = float((now - columns["last"][slots]).max())
+            kept = (0.9 if oldest > self._ssd_age else 0.998) ** len(slots)
+            self._ssd_age = max(1e-3, oldest + (self._ssd_age - oldest) * kept if self._ssd_age else oldest)
+
     def admits(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.bool_]:
-        """Which pages that leave are likely enough to come back from SSD."""
-        if not self._least_chance:
+        """Which pages that leave are worth writing to SSD. All, as long as it has room."""
+        if self._admission is None:
             return super().admits(batch, now)
-        chances = [self.chance(pages.columns, pages.slots, now, self._ssd_age) for pages in batch]
-        return np.asarray(np.concatenate(chances) >= self._least_chance)
+        odds = self._admission.odds(gather(batch, "code"))
+        admitted = np.ones(len(odds), np.bool_)
+        if self._ssd_age:
+            admitted = self._admission.admits(odds, self._tables.chance_of_any(self._ssd_age, self._ssd_age))
+        for pages, part in parts(batch):
+            state = pages.of("state") & ~np.uint8(_OFFERED | _REFUSED)
+            offered = np.where(
+                (state & _KNOWN) != 0, np.where(admitted[part], np.uint8(_OFFERED), np.uint8(_OFFERED | _REFUSED)), np.uint8(0)
+            )
+            pages.columns["state"][pages.slots] = state | offered
+            pages.columns["odds"][pages.slots] = odds[part]
+            admitted[part] |= offered == 0  # nothing is known of it
+        return admitted
+
+    def admitted_after_all(self, columns: Columns, slots: Slots) -> None:
+        """Pages were written though they would not have been by themselves: others need them."""
+        columns["state"][slots] &= ~np.uint8(_REFUSED)
 
     def _change_sides(self, batch: Sequence[Pages]) -> None:
         """Who was followed plays on as the rival, from what is in the tier now."""
@@ -259,6 +324,9 @@ class Classifier(Policy):
         """What is made of each page, and of what."""
         columns, slots = pages.columns, pages.slots
         codes = columns["code"][slots]
+        admission = self._admission
+        on_ssd = [None] * len(slots) if admission is None else admission.chances(admission.odds(codes)).tolist()
+        ssd_floor = admission.floor_chance if admission is not None and self._ssd_age else 0.0
         gaps, depths, children = (field(codes, which) for which in (Field.GAP, Field.DEPTH, Field.CHILDREN))
         return [
             Explanation(
@@ -266,18 +334,18 @@ class Classifier(Policy):
                 gap_s=float(2.0 ** (gap - 3.5)) if gap else 0.0, rhythm_s=float(2.0 ** float(columns["rhythm"][slot])),
                 depth_pages=_least_of(depth), children=_least_of(kids % 8), abandoned=bool(columns["state"][slot] & _ABANDONED),
                 score=float(1 / (1 + np.exp(-score))), horizon_s=self.horizon_s, chance=float(chance), value=float(value),
-                floor=self._floor, follows="lru" if self._duel.follow_lru else "estimates",
+                floor=self._floor, follows="lru" if self._duel.follow_lru else "estimates", ssd_chance=ssd, ssd_floor=ssd_floor,
             )
-            for slot, gap, depth, kids, score, chance, value in zip(
+            for slot, gap, depth, kids, score, chance, value, ssd in zip(
                 slots.tolist(), gaps.tolist(), depths.tolist(), children.tolist(), self._score.of(codes).tolist(),
-                self.chance(columns, slots, now, self._lru_age).tolist(), self._worth([pages], now).tolist(), strict=True,
+                self.chance(columns, slots, now, self._lru_age).tolist(), self._worth([pages], now).tolist(), on_ssd, strict=True,
             )
         ]  # fmt: skip
 
 
 def _with(pages: Pages, state: int) -> Pages:
     """All pages and ghosts of a tree that have a bit of the state."""
-    slots = np.flatnonzero(pages.columns["state"][: pages.high] & state).astype(np.int32)
+    slots = np.flatnonzero((pages.columns["state"][: pages.high] & state) != 0).astype(np.int32)
     return Pages(pages.columns, slots, pages.high, pages.raised)
 
 

@@ -55,9 +55,10 @@ def trace() -> Trace:
 
 
 @contextlib.asynccontextmanager
-async def daemon_with(clock: Clock, data_dir: Path, dram: int, ssd: int, policy: str) -> AsyncIterator[AsyncClient]:
+async def daemon_with(clock: Clock, data_dir: Path, dram: int, ssd: int, policy: str, admission: str) -> AsyncIterator[AsyncClient]:
     """A daemon in this process, which can so be given a clock; a client of it over its socket."""
     flags = {"data_dir": data_dir, "port": 0, "http_port": 0, "dram": dram, "ssd": ssd, "extent": EXTENT, "policy": policy}
+    flags |= {"ssd_admission": admission}
     config = load_config({**flags, "high_watermark": HIGH, "low_watermark": LOW, "shutdown_timeout": 5.0}, environment={})
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:
@@ -98,16 +99,20 @@ async def replay(trace: Trace, clock: TraceClock, client: AsyncClient) -> int:
     return hits
 
 
-@pytest.mark.parametrize("policy", ["lru", "classifier"])
-async def test_the_daemon_hits_what_the_lab_says(trace: Trace, tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "admission"), [("lru", "all"), ("classifier", "all"), ("classifier", "classifier")])
+async def test_the_daemon_hits_what_the_lab_says(trace: Trace, tmp_path: Path, policy: str, admission: str) -> None:
+    """What is refused on SSD depends on little in so short an excerpt: of that is asked only that it costs nothing."""
     unique = trace.unique_pages
     dram, ssd = unique * 15 // 100 * SLOT, unique * 30 // 100 * EXTENT
     clock = TraceClock()
-    async with daemon_with(clock, tmp_path / "d", dram, ssd, policy) as client:
+    async with daemon_with(clock, tmp_path / "d", dram, ssd, policy, admission) as client:
         async with asyncio.timeout(100):
             hits = await replay(trace, clock, client)
-    lab = Comparison(trace, batch=HIGH - LOW, hints=False)
+    lab = Comparison(trace, batch=HIGH - LOW, hints=False, ssd_loss=None)
     said = lab.run(policy, int(dram * HIGH), ssd * SLOT // EXTENT).hit_ratio
     assert said > 0.04, "nothing is hit: this test shows nothing"
     print(f"{policy}: {hits / int(trace.ends[-1]):.4f} by the daemon, {said:.4f} by the lab, {unique} different pages")
-    assert hits / int(trace.ends[-1]) == pytest.approx(said, abs=0.01)
+    if admission == "all":
+        assert hits / int(trace.ends[-1]) == pytest.approx(said, abs=0.01)
+    else:
+        assert hits / int(trace.ends[-1]) > said - 0.01

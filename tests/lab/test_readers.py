@@ -120,6 +120,12 @@ BAD_LINES = [
     (request(20, 2000, 1), "2000 tokens are not 1 blocks"),
     (request(20, 512, -4), "whole numbers"),
     (request(-1, 512, 1), "not 0 or more"),
+    (request(20, 1 << 63, 1), "tokens, not 1 to"),
+    (request(20, 10**12 * 512, 1), "tokens, not 1 to"),
+    (request(20, 1024, 1, 1), "ids must be chained, and not repeat"),
+    (request(20, 1024, 7, 1), "block 1 comes after others than before"),
+    (request(20, 1 << 70, 1), "tokens, not 1 to"),
+    ('{"timestamp": 20, "input_length": 512, "hash_ids": [1], "more": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
 ]
 
 
@@ -141,6 +147,9 @@ BAD_SESSIONS = [
     (session("x", turn(0.0, 64)), "0 blocks"),
     (session("x", turn(4.0, 64, 1), turn(3.0, 64, 1)), "goes back from 4.0 to 3.0"),
     (session("x", turn(0.0, 64, 1)) | {"hash_id_scope": "global"}, "global"),
+    (session("x", turn(0.0, 1 << 63, 1)), "tokens, not 1 to"),
+    (session("x", turn(0.0, 128, 1, 2), turn(1.0, 128, 3, 2)), "block 2 comes after others than before"),
+    (session("x", turn(0.0, 128, 1, 1)), "ids must be chained, and not repeat"),
 ]
 
 
@@ -157,6 +166,10 @@ BAD_RECORDS: list[tuple[Line, str]] = [
     (Header(), "a second header"),
     (NamespaceLine(3, 16), "twice"),
     (NamespaceLine(5, 0), "pages of 0 tokens"),
+    (NamespaceLine(5, 10**12), "pages of 1000000000000 tokens"),
+    (UseLine(1.0, 3, ids(1), 1 << 62), "tokens, not 1 to"),
+    (UseLine(1.0, 3, ids(1, 1), 32), "ids must be chained, and not repeat"),
+    (UseLine(1.0, 3, ids(2, 1), 32), "block 1 comes after others than before"),
     (UseLine(1.0, 9, ids(1), 16), "before the line that describes it"),
     (UseLine(1.0, 3, ids(1, 2), 31), "31 tokens in 2 whole pages"),
     (UseLine(1.0, 3, "AAAA", 31), "buffer size"),
@@ -181,6 +194,7 @@ def test_what_can_not_be_read_at_all(tmp_path: Path) -> None:
         (tmp_path / "none", ReadOptions(), "No such file"),
         (written(tmp_path / "empty", []), ReadOptions(), "--format"),
         (written(tmp_path / "other", [{"a": 1}]), ReadOptions(), "no format that is known"),
+        (written(tmp_path / "deep", ["[" * 100_000]), ReadOptions(), "--format"),
         (newer, ReadOptions(), "version 2"),
         (newer, ReadOptions(skip_bad=True), "version 2"),
         (newer, ReadOptions(page_tokens=4), "leave --page-tokens out"),
@@ -193,7 +207,7 @@ def test_what_can_not_be_read_at_all(tmp_path: Path) -> None:
     cut.write_bytes(gzip.compress(json.dumps(request(0, 512, 1)).encode() * 50)[:-20])
     with pytest.raises(BadTrace, match="can't read"):
         read_trace(cut, ReadOptions(format="mooncake"))
-    wrong: list[dict[str, Any]] = [{"format": "csv"}, {"page_tokens": -1}, {"start_hours": 0.0}]
+    wrong: list[dict[str, Any]] = [{"format": "csv"}, {"page_tokens": -1}, {"page_tokens": 10**12}, {"start_hours": 0.0}]
     for bad in wrong:
         with pytest.raises(BadTrace):
             ReadOptions(**bad)

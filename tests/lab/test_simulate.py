@@ -66,6 +66,8 @@ def test_a_sweep_says_what_suffices(tmp_path: Path) -> None:
         (("--dram", "4GiB"), "--bytes-per-token"),
         (("--dram", "many"), "is not a size"),
         (("--dram", "-5%"), "out of range"),
+        (("--bytes-per-token", "1e11"), "are the most"),
+        (("--ssd-admission", "some"), "all or classifier"),
         (("--format", "csv"), "no trace format 'csv'"),
         (("--png", "picture.png"), "pip install matplotlib"),
         (("--page-tokens", "64"), "is --page-tokens right?"),
@@ -75,7 +77,7 @@ def test_bad_arguments_end_in_one_line(arguments: tuple[str, ...], words: str) -
     if "--png" in arguments and find_spec("matplotlib"):
         pytest.skip("matplotlib is here")
     done = simulate(str(excerpt_path()), *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
 

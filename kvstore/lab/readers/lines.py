@@ -13,6 +13,9 @@ _GZIP_MAGIC = b"\x1f\x8b"
 MAX_LINE = 1 << 28
 """Bytes; a recorded session of a day has a few MiB."""
 
+MAX_TOKENS = 1 << 40
+MAX_PAGE_TOKENS = 1 << 24
+
 _T = TypeVar("_T")
 
 
@@ -36,13 +39,17 @@ class Lines:
         for line in self._lines():
             try:
                 found = parse(line)
-            except ValueError as error:
-                if not self._skip_bad:
-                    raise BadTrace(f"{self._path}, line {self.number}: {error}; --skip-bad leaves such lines out") from error
-                self.skipped += 1
+            except (ValueError, RecursionError) as error:
+                self.bad(self.number, "nested too deeply" if isinstance(error, RecursionError) else str(error))
                 continue
             if found is not None:
                 yield found
+
+    def bad(self, number: int, why: str) -> None:
+        """A line is bad: raises BadTrace, or counts it as left out."""
+        if not self._skip_bad:
+            raise BadTrace(f"{self._path}, line {number}: {why}; --skip-bad leaves such lines out")
+        self.skipped += 1
 
     def first(self) -> bytes:
         """The first line that is not blank; empty if there is none."""
@@ -65,6 +72,13 @@ class Lines:
         except (OSError, EOFError, zlib.error) as error:  # gzip's errors too
             where = f", after line {self.number}" if self.number else ""
             raise BadTrace(f"can't read {self._path}{where}: {error}") from error
+
+
+def checked_tokens(tokens: int) -> int:
+    """A number of tokens that can be counted with. Raises ValueError."""
+    if not 0 < tokens <= MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens, not 1 to {MAX_TOKENS}")
+    return tokens
 
 
 def checked_time(time: float, last: float) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvstore.lab.readers.lines import Lines, checked_time
+from kvstore.lab.readers.lines import Lines, checked_time, checked_tokens
 from kvstore.lab.trace import Trace, TraceBuilder, TraceSpace
 
 PAGE_TOKENS = 512
@@ -31,18 +31,17 @@ def read_mooncake(path: Path, lines: Lines, page_tokens: int = 0) -> Trace:
         nonlocal last
         request = decoder.decode(line)
         time = checked_time(request.timestamp / 1000, last)
-        if request.input_length <= 0 or not request.hash_ids:
+        if checked_tokens(request.input_length) and not request.hash_ids:
             raise ValueError(f"a request of {request.input_length} tokens in {len(request.hash_ids)} blocks")
         if not 0 <= min(request.hash_ids) <= max(request.hash_ids) < 1 << 64:
             raise ValueError("block ids are whole numbers from 0 on")
         partial = request.input_length - (len(request.hash_ids) - 1) * size
         if not 0 < partial <= size:
             raise ValueError(f"{request.input_length} tokens are not {len(request.hash_ids)} blocks of {size}; is --page-tokens right?")
-        builder.add(time, np.array(request.hash_ids, np.uint64), partial, request.input_length)
+        builder.add(time, np.array(request.hash_ids, np.uint64), partial, request.input_length, line=lines.number)
         last = time
         return True
 
     for _ in lines.parsed(parse):
         pass
-    builder.skipped = lines.skipped
-    return builder.build()
+    return builder.build(lines)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.lab.readers.lines import BadTrace, Lines
+from kvstore.lab.readers.lines import MAX_PAGE_TOKENS, BadTrace, Lines
 from kvstore.lab.readers.mooncake import read_mooncake
 from kvstore.lab.readers.recorded import read_recorded
 from kvstore.lab.readers.weka import read_weka
@@ -29,7 +29,7 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if self.format != "auto" and self.format not in FORMATS:
             raise BadTrace(f"no trace format {self.format!r}: one of auto, {', '.join(FORMATS)}")
-        if self.page_tokens < 0:
+        if not 0 <= self.page_tokens <= MAX_PAGE_TOKENS:
             raise BadTrace(f"pages of {self.page_tokens} tokens")
         if not 0 < self.start_hours < 1e6:
             raise BadTrace(f"starts over {self.start_hours} hours")
@@ -59,7 +59,7 @@ def _kind_of(path: Path, lines: Lines) -> str:
     first = lines.first()
     try:
         fields: Any = msgspec.json.decode(first)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadTrace(f"{path}, line 1: {error}; say what it is with --format {'|'.join(FORMATS)}") from error
     if isinstance(fields, dict):
         if fields.get("kind") == "header":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvstore.errors import BadRequest
 from kvstore.hints import Ended, Hints, Turn
-from kvstore.lab.readers.lines import BadTrace, Lines, checked_time
+from kvstore.lab.readers.lines import MAX_PAGE_TOKENS, BadTrace, Lines, checked_time, checked_tokens
 from kvstore.lab.trace import Op, Trace, TraceBuilder, TraceSpace
 from kvstore.trace_record import FORMAT, VERSION, Header, NamespaceLine, UseLine, decode_ids, decode_line
 from kvstore.trace_record import Hints as LineHints
@@ -17,6 +17,7 @@ _OPS = {"request": Op.REQUEST, "get": Op.GET, "put": Op.PUT, "abandon": Op.ABAND
 @dataclass(slots=True)
 class _Reader:
     builder: TraceBuilder
+    lines: Lines
     numbers: dict[int, int] = field(default_factory=dict)
     last: float = 0.0
     headed: bool = False
@@ -43,7 +44,7 @@ class _Reader:
     def _namespace(self, line: NamespaceLine) -> None:
         if line.ns in self.numbers:
             raise ValueError(f"namespace {line.ns} is there twice")
-        if line.page_tokens <= 0 or not 0 <= line.bytes_per_token < 1e12:
+        if not 0 < line.page_tokens <= MAX_PAGE_TOKENS or not 0 <= line.bytes_per_token < 1e12:
             raise ValueError(f"namespace {line.ns} has pages of {line.page_tokens} tokens of {line.bytes_per_token} bytes")
         self.numbers[line.ns] = len(self.builder.spaces)
         self.builder.spaces.append(TraceSpace(line.page_tokens, line.bytes_per_token))
@@ -55,12 +56,13 @@ class _Reader:
         size = self.builder.spaces[space].page_tokens
         time = checked_time(line.t, self.last)
         pages = decode_ids(line.pages)
-        if line.tokens <= 0 or not len(pages) * size <= line.tokens:
+        if not len(pages) * size <= checked_tokens(line.tokens):
             raise ValueError(f"a prompt of {line.tokens} tokens in {len(pages)} whole pages of {size}")
         if line.op == "abandon" and not 0 <= line.first <= len(pages):
             raise ValueError(f"pages from {line.first} on of {len(pages)} are abandoned")
         hints = None if line.hints is None else _hints(line.hints)
-        self.builder.add(time, pages, size, line.tokens, space=space, scope=space, op=_OPS[line.op], first=line.first, hints=hints)
+        op, number = _OPS[line.op], self.lines.number
+        self.builder.add(time, pages, size, line.tokens, space=space, scope=space, op=op, first=line.first, hints=hints, line=number)
         self.last = time
 
 
@@ -76,8 +78,7 @@ def _hints(line: LineHints) -> Hints:
 
 def read_recorded(path: Path, lines: Lines) -> Trace:
     """All uses. A prompt shorter than a page is a request without pages."""
-    reader = _Reader(TraceBuilder(path.name))
+    reader = _Reader(TraceBuilder(path.name), lines)
     for _ in lines.parsed(reader.take):
         pass
-    reader.builder.skipped = lines.skipped
-    return reader.builder.build()
+    return reader.builder.build(lines)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from kvstore.hints import Ended, Hints, Turn
-from kvstore.lab.readers.lines import BadTrace, Lines
+from kvstore.lab.readers.lines import BadTrace, Lines, checked_tokens
 from kvstore.lab.trace import Trace, TraceBuilder, TraceSpace
 
 DEFAULT_PAGE_TOKENS = 512
@@ -35,6 +35,8 @@ class _Session(msgspec.Struct):
     block_size: int
     hash_id_scope: str
     requests: list[_Request]
+    line: int = 0
+    """Where it was read."""
 
 
 def read_weka(
@@ -47,6 +49,7 @@ def read_weka(
     def parse(line: bytes) -> _Session:
         session = decoder.decode(line)
         _check(session, size)
+        session.line = lines.number
         return session
 
     sessions = list(lines.parsed(parse))
@@ -56,11 +59,11 @@ def read_weka(
         sessions = _without_duplicates(sessions)
     sessions.sort(key=lambda session: session.id)
     draw = random.Random(seed)
-    builder = TraceBuilder(path.name, [TraceSpace(size)], skipped=lines.skipped)
+    builder = TraceBuilder(path.name, [TraceSpace(size)])
     for number, session in enumerate(sessions):
         start = draw.uniform(0, hours * 3600)
         _add(builder, number, session, start, size)
-    return builder.build()
+    return builder.build(lines)
 
 
 def _check(session: _Session, size: int) -> None:
@@ -73,7 +76,7 @@ def _check(session: _Session, size: int) -> None:
     for request in _all(session.requests):
         if not 0 <= request.t < 1e12:
             raise ValueError(f"session {session.id}: the time is {request.t}, not 0 or more")
-        if request.type != "subagent" and (request.input <= 0 or not request.hash_ids):
+        if request.type != "subagent" and checked_tokens(request.input) and not request.hash_ids:
             raise ValueError(f"session {session.id}: a request of {request.input} tokens in {len(request.hash_ids)} blocks")
         if request.hash_ids and not 0 <= min(request.hash_ids) <= max(request.hash_ids) < 1 << 64:
             raise ValueError(f"session {session.id}: block ids are whole numbers from 0 on")
@@ -117,4 +120,4 @@ def _add(builder: TraceBuilder, number: int, session: _Session, start: float, si
             pages = np.array(request.hash_ids[blocks - 1 :: blocks], np.uint64)  # a chained id names all before it
             ended = Ended.SUBAGENT_DONE if nested and request is own[-1] else _ENDED.get(request.stop or "")
             hints = Hints(f"{number}/{branch}", turn, ended)
-            builder.add(offset + request.t, pages, size, request.input, scope=number, hints=hints)
+            builder.add(offset + request.t, pages, size, request.input, scope=number, hints=hints, line=session.line)

@@ -86,6 +86,10 @@ class Explanation:
     """The value under which pages went at the last eviction."""
     follows: str
     """Who decides now: `estimates` or `lru`."""
+    ssd_chance: float | None = None
+    """Of being used while SSD would hold it, if it left DRAM now; None if everything is written."""
+    ssd_floor: float = 0.0
+    """The chance under which pages were not written to SSD the last time."""
 
 
 class Policy(Protocol):
@@ -143,6 +147,14 @@ class Policy(Protocol):
     def explain(self, pages: Pages, now: float) -> list[Explanation]:
         """What is made of each page, and of what; nothing by a policy that only goes by the order of uses."""
         return []
+
+    def admitted_after_all(self, columns: Columns, slots: Slots) -> None:
+        """Pages that were not admitted below are written all the same, as others need them."""
+        return
+
+    def left_below(self, columns: Columns, slots: Slots, now: float) -> None:
+        """Pages left the tier below this one."""
+        return
 
     def admits(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.bool_]:
         """Which pages that leave this tier are to be written to the one below."""

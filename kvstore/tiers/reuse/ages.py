@@ -27,16 +27,17 @@ class AgeTables:
         self._lost: Floats = np.zeros((CLASSES, _AGES))
         self._index: Floats = np.zeros((CLASSES, _AGES + 1))
         self._surviving: Floats = np.ones((CLASSES, _AGES + 1))
+        self._pooled: Floats = np.ones(_AGES + 1)
         self._edges: Floats = np.exp2(np.arange(_AGES + 1) / _PER_OCTAVE + _FIRST_OCTAVE)
         self._edges[0] = 0.0
 
     def reused(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
         """Pages were used again at these ages (seconds)."""
-        np.add.at(self._reused, (classes, _bins(ages)), 1)
+        np.add.at(self._reused.ravel(), classes.astype(np.int64) * _AGES + _bins(ages), 1.0)
 
     def lost(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
         """Pages were forgotten at these ages: they were not used up to then."""
-        np.add.at(self._lost, (classes, _bins(ages)), 1)
+        np.add.at(self._lost.ravel(), classes.astype(np.int64) * _AGES + _bins(ages), 1.0)
 
     def forget(self, share_kept: float) -> None:
         """Let what was seen count less."""
@@ -68,6 +69,7 @@ class AgeTables:
         reused, total = self._reused.sum(0), at_risk.sum(0)
         flat = (reused.sum() + 0.1) / (total.sum() + 10)
         pool = ((reused + _SHRINK * flat) / (total + _SHRINK))[np.newaxis, :]
+        np.cumprod(1 - pool[0], out=self._pooled[1:])
         scores = (RHYTHMS, SCORES, _AGES)
         by_score = _shrunk(self._reused.reshape(scores).sum(0), at_risk.reshape(scores).sum(0), pool)
         return _shrunk(self._reused, at_risk, np.tile(by_score, (RHYTHMS, 1)))
@@ -87,6 +89,11 @@ class AgeTables:
         found: Floats = 1 - then / np.maximum(now, 1e-12)
         return found
 
+    def chance_of_any(self, age: float, within: float) -> float:
+        """The chance that a page of whatever class, idle up to this age, is used within so many seconds from then."""
+        now, then = _bins(np.array([age, age + within]))
+        return float(1 - self._pooled[then] / max(self._pooled[now], 1e-12))
+
 
 def _shrunk(reused: Floats, at_risk: Floats, coarser: Floats) -> Floats:
     """Hazards of classes, where there is little to see by those of a coarser class, scaled to what there is."""
@@ -96,7 +103,8 @@ def _shrunk(reused: Floats, at_risk: Floats, coarser: Floats) -> Floats:
 
 
 def _position(ages: Floats) -> Floats:
-    found: Floats = np.clip((np.log2(np.maximum(ages, 0.0) + 1e-9) - _FIRST_OCTAVE) * _PER_OCTAVE, 0, _AGES - 1.001)
+    place = (np.log2(np.maximum(ages, 0.0) + 1e-9) - _FIRST_OCTAVE) * _PER_OCTAVE
+    found: Floats = np.minimum(np.maximum(place, 0), _AGES - 1.001)
     return found
 
 

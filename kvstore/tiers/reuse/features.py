@@ -3,6 +3,7 @@
 Counts and times are binned by octaves, so that no bin is of a certain size of page, context or pause.
 """
 
+import math
 from enum import IntEnum
 from typing import Any
 
@@ -78,13 +79,13 @@ def octave(count: int, top: int = 15) -> int:
 
 def gap_octaves(seconds: npt.NDArray[np.float64]) -> Ints:
     """Octaves of seconds, 1 to 15."""
-    found: Ints = np.clip(np.floor(np.log2(seconds + 1e-3) + 4), 1, 15).astype(np.int64)
+    found: Ints = np.minimum(np.maximum(np.log2(seconds + 1e-3) + 4, 1), 15).astype(np.int64)
     return found
 
 
 def rhythm_octave(rhythm: float) -> int:
     """The bin of a smoothed binary logarithm of seconds, 1 to 15."""
-    return int(np.clip(np.floor(rhythm + 4), 1, 15))
+    return min(15, max(1, math.floor(rhythm + 4)))
 
 
 def hint_code(hints: Hints) -> int:

@@ -12,6 +12,7 @@ from kvstore.tiers.reuse.features import HINT_PAIRS, PAIRS, Field
 _RATE = 0.3
 _WIDTH = 256
 """Values of a pair of features."""
+_REQUESTS_AT_A_TIME = 32
 
 
 class Score:
@@ -48,8 +49,8 @@ class Score:
         found: npt.NDArray[np.float64] = self._weights[self._places(codes)].sum(1)
         return found
 
-    def learn(self, codes: npt.NDArray[np.uint64], *, used_again: bool) -> None:
-        """What became of pages that had these codes."""
+    def learn(self, codes: npt.NDArray[np.uint64], *, used_again: bool | npt.NDArray[np.bool_]) -> None:
+        """What became of pages of one request that had these codes: of all the same, or of each."""
         if not len(codes):
             return
         places = self._places(codes)
@@ -58,6 +59,21 @@ class Score:
         gradient = np.bincount(places.ravel(), np.repeat(error, pairs), len(self._weights))
         self._sums += gradient * gradient
         self._weights -= _RATE / np.sqrt(pairs) * gradient / np.sqrt(self._sums + 1)
+
+    def learn_by_request(self, codes: npt.NDArray[np.uint64], requests: npt.NDArray[np.float64], *, used_again: bool) -> None:
+        """What became of pages of several requests, each an example of its own; told apart by a number (their time)."""
+        order = np.argsort(requests, kind="stable")
+        request = np.empty(len(requests), np.int64)
+        request[order] = np.cumsum(np.diff(requests[order], prepend=requests[order[:1]]) != 0)
+        for first in range(0, int(request.max(initial=-1)) + 1, _REQUESTS_AT_A_TIME):
+            mine = (request >= first) & (request < first + _REQUESTS_AT_A_TIME)
+            places = self._places(codes[mine])
+            error = 1 / (1 + np.exp(-self._weights[places].sum(1))) - used_again
+            pairs, weights = places.shape[1], len(self._weights)
+            place = (places + ((request[mine] - first) * weights)[:, np.newaxis]).ravel()
+            gradients = np.bincount(place, np.repeat(error, pairs), _REQUESTS_AT_A_TIME * weights).reshape(-1, weights)
+            self._sums += (gradients * gradients).sum(0)
+            self._weights -= _RATE / np.sqrt(pairs) * gradients.sum(0) / np.sqrt(self._sums + 1)
 
     def forget(self, share_kept: float) -> None:
         """Let what was learned weigh less against what comes."""
