@@ -15,6 +15,7 @@ from kvstore.digests import KEY_BYTES
 from kvstore.hints import NO_HINTS
 from kvstore.lab.tiers import DRAM, PLACE, SSD, LabSpace, Tier
 from kvstore.lab.trace import Op, Trace
+from kvstore.radix.below import with_all_below
 from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import Slots
 from kvstore.radix.structure import NewPages
@@ -194,8 +195,9 @@ class Simulation:
             if surplus <= 0:
                 continue
             surplus += self.config.max_ghosts // 16
+            going = with_all_below(space.tree, space.tree.coldest(space.tree.ghost_slots(), surplus))
             for tier, policy in self._each_policy():
-                policy.forgotten(space.columns[tier], space.tree.coldest(space.tree.ghost_slots(), surplus), now)
+                policy.forgotten(space.columns[tier], going, now)
             space.tree.forget_ghosts(surplus)
 
     def _each_policy(self) -> list[tuple[int, Policy]]:
