@@ -207,7 +207,8 @@ def payload(kind: FrameType, said: dict[str, Any], rng: Random, world: World) ->
         return b"".join(ids) + pack_runs([run(rng, len(ids)) for _ in range(rng.choice([1, 1, 2, 20]))])
     if rng.random() < 0.1:
         return rng.randbytes(rng.choice([1, 32, 1000, 70_000]))
-    tokens = context(world.put_seed + rng.randrange(3), rng.choice([0, 1, 2, 4])).tobytes()
+    other = 0 if kind is FrameType.PUT else rng.randrange(3)  # `slices` has the bytes of this one context: those of another would be a lie
+    tokens = context(world.put_seed + other, rng.choice([0, 1, 2, 4])).tobytes()
     extra = said.get("extra_pages")
     return tokens + rng.randbytes(32 * len(extra) if isinstance(extra, list) and rng.random() < 0.95 else rng.choice([0, 31, 32]))
 
@@ -286,8 +287,8 @@ def fair_slices(handle: int, seed: int, page: int, layers: tuple[int, int] = (0,
 
 def slices(rng: Random, request: int, world: World) -> bytes:
     """A SLICES frame, most likely one that its put can take."""
-    seed, page = world.put_seed + rng.randrange(3), rng.randrange(4)
-    data = content(context(seed))[page * SPEC.page_bytes : (page + 1) * SPEC.page_bytes].tobytes()
+    page = rng.randrange(4)
+    data = content(context(world.put_seed))[page * SPEC.page_bytes : (page + 1) * SPEC.page_bytes].tobytes()
     first = rng.choice([0, 0, 0, 1, 3])
     pieces = [data[at : at + 4096] for at in range(first * 4096, len(data), 4096)]
     place = SLICES_META.pack(rng.choice(world.handles) % (1 << 64), page, rng.choice([0, 0, 0, 0, 1, 65535]), first)
