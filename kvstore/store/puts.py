@@ -82,8 +82,8 @@ class Put:
         """Whether it has its slots, so that it can be sent to and followed."""
         self.begun = asyncio.Event()
         """Set once it is ready, or has ended."""
-        self.at_once = False
-        """Whether it is sent without waiting to hear what is wanted: what is not is dropped."""
+        self.own_name = 0
+        """What its owner calls it, if it sends without waiting to hear the handle, and what is wanted: what is not is dropped."""
         self.last_used = time.monotonic()
         self.settled = asyncio.Event()
         """Set once all that is wanted has arrived, or the put has failed or ended."""
@@ -108,6 +108,11 @@ class Put:
     def anchor(self) -> bytes | None:
         """The key of the last page before the put's new ones that is in the tree; the put pins it. None at the root."""
         return self._anchor
+
+    @property
+    def at_once(self) -> bool:
+        """Whether it is sent without waiting to hear what is wanted."""
+        return self.own_name > 0
 
     def key(self, page: int) -> bytes:
         """The key of a page of the put."""

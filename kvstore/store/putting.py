@@ -52,6 +52,8 @@ class Puts:
         self._ssd_bytes = ssd_bytes
         self._quotas = quotas
         self._open: dict[int, Put] = {}
+        self._own_names: dict[tuple[int, int], Put] = {}
+        """Of those by an owner: the puts that are open under a name of its own. A name may come again, a handle never does."""
         self._went_on = asyncio.Event()
         self._opened = asyncio.Event()
 
@@ -75,7 +77,7 @@ class Puts:
     async def begin(self, owner: int, space: Space, request: PutRequest, base: Path = EMPTY_PATH, handle: int = 0) -> Put:
         """Start a put: check it, find out which of its parts are missing, and take DRAM slots for them.
 
-        An owner that gives the `handle` sends at once, whatever is wanted. Raises MissingParent, Busy or NoSpace; then nothing is held.
+        An owner that names it (`handle`) sends at once, whatever is wanted. Raises MissingParent, Busy or NoSpace; then nothing is held.
         """
         if len(self._open) >= MAX_OPEN_PUTS:
             self._stats.puts_busy += 1
@@ -86,15 +88,17 @@ class Puts:
         if len(request.tokens) % space.tree.pages.token_bytes:
             raise BadRequest(f"a put covers whole pages of {space.spec.label_words} tokens, not {len(request.tokens) / 4:g} tokens")
         check_parts(space.spec, request, base.pages + len(request.tokens) // space.tree.pages.token_bytes)
-        if handle in self._open or not 0 <= handle < 1 << 63:
-            raise BadRequest("the handle of a put is 63 random bits")
-        put = Put(handle or secrets.randbits(63), owner, space, request, self._arena, base.pages)
-        put.at_once = handle > 0
+        if (owner, handle) in self._own_names or not 0 <= handle < 1 << 63:
+            raise BadRequest("the handle of a put is 63 random bits, and not that of another")
+        put = Put(secrets.randbits(63), owner, space, request, self._arena, base.pages)
+        put.own_name = handle
         self._check(put)
         path = space.tree.match(request.tokens, request.extras, base)
         path = space.tree.open_path(path, request.tokens, request.extras, base.pages)
         put.hold(space.tree.pin(path) if path.pages else None, min(path.pages, put.total_pages))
         self._open[put.handle] = put
+        if put.at_once:
+            self._own_names[owner, handle] = put
         try:
             slots = space.tree.path_slots(path)
             await self._name_pages(put, path, slots)
@@ -234,8 +238,8 @@ class Puts:
     # --- ending --------------------------------------------------------------------------------------------------------
 
     def get(self, owner: int, handle: int) -> Put:
-        """An owner's own put under way; NotFound otherwise."""
-        put = self._open.get(handle)
+        """An owner's own put under way, by its handle or the owner's name for it; NotFound otherwise."""
+        put = self._own_names.get((owner, handle)) or self._open.get(handle)
         if put is None or put.owner != owner:
             raise NotFound(f"put {handle} does not exist: it was committed, aborted, or timed out")
         put.last_used = time.monotonic()
@@ -293,7 +297,7 @@ class Puts:
             if (slot := space.tree.pages.find_key(key)) >= 0:
                 self._uses.use(space, space.tree.path_to(slot), hints, hits=hits)
         put.close(committed=True)
-        self._open.pop(put.handle, None)
+        self._take_out(put)
         total = put.total_pages - put.first_page
         stats.puts += 1
         stats.put_pages += len(exist) - existed
@@ -367,9 +371,14 @@ class Puts:
 
     def abort(self, put: Put) -> None:
         """End a put that was not committed. Nothing of it is left."""
-        if self._open.pop(put.handle, None) is not None:
-            self._stats.puts_aborted += 1
+        self._stats.puts_aborted += self._take_out(put)
         put.close()
+
+    def _take_out(self, put: Put) -> bool:
+        """Whether it was under way; it is no more."""
+        if put.at_once:
+            self._own_names.pop((put.owner, put.own_name), None)
+        return self._open.pop(put.handle, None) is not None
 
     def sweep(self, now: float) -> None:
         """Give up puts that receive nothing any more, and pages whose other shards do not come."""

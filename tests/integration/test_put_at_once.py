@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.api.wire import FrameType, encode, pack, unpack
-from kvstore.api.wire.messages import Commit, Committed, PutHandle, PutStart
+from kvstore.api.wire.messages import Commit, Committed, Follow, FollowedPuts, PutHandle, PutStart
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
@@ -94,14 +94,35 @@ def test_handles_are_an_owner_s_own(daemon: DaemonProcess, raw: RawClient) -> No
     raw.send_raw(put_frame(77, 50, request=1))
     assert raw.alive()
     with RawClient(daemon.endpoint) as other:
-        other.send_raw(put_frame(77, 51, request=1) + pages_of(77, 51, range(1)) + commit_frame(77))
-        assert [code(other.receive()) for _ in range(3)] == ["bad_request", "not_found", "not_found"]
-        assert other.alive()
+        other.send_raw(pages_of(77, 50, range(1)) + commit_frame(77))
+        assert [code(other.receive()) for _ in range(2)] == ["not_found", "not_found"]
+        other.send_raw(put_frame(77, 51) + pages_of(77, 51) + commit_frame(77))
+        assert committed(other).new_pages == 4
+    raw.send_raw(put_frame(77, 50, request=3))
+    assert code(raw.receive()) == "bad_request", "two puts under one handle"
     raw.send_raw(pages_of(77, 50) + commit_frame(77))
-    assert committed(raw).new_pages == 4
-    forget(daemon, 50)
+    assert committed(raw) == Committed(new_pages=3, existing_pages=1)
     with Client(daemon.endpoint, connections=1) as client:
+        assert [fetch_checked(client.namespace("pages"), context(seed)) for seed in (50, 51)] == [4, 4]
         client.namespace("pages").delete(context(50))
+
+
+def test_a_follower_of_a_put_never_gets_another_of_its_handle(raw: RawClient, daemon: DaemonProcess) -> None:
+    """A producer that gives two puts of one computation the same handle, one after the other."""
+    with RawClient(daemon.endpoint) as follower:
+        raw.send_raw(put_frame(77, 50))
+        assert raw.alive()
+        ask = Follow(namespace="pages", put_id=b"p" * 16, wait_ms=0)
+        first = unpack(FollowedPuts, follower.ask(FrameType.FOLLOW, ask)[1]).items
+        raw.send_raw(b"".join(bytes(b) for b in encode(FrameType.ABORT, 3, pack(PutHandle(handle=77)))))
+        assert raw.receive()[0].type is FrameType.OK
+        raw.send_raw(put_frame(77, 60))
+        assert raw.alive()
+        both = unpack(FollowedPuts, follower.ask(FrameType.FOLLOW, ask)[1]).items
+        assert len({put.handle for put in both}) == 2
+        assert first[0].handle in {put.handle for put in both}
+    raw.send_raw(b"".join(bytes(b) for b in encode(FrameType.ABORT, 3, pack(PutHandle(handle=77)))))
+    assert raw.receive()[0].type is FrameType.OK
 
 
 def test_aborted_in_the_middle(raw: RawClient) -> None:
