@@ -223,6 +223,12 @@ def run(rng: Random, blobs: int) -> Run:
     return Run(rng.randrange(blobs), rng.choice([0, 0, 1, 4096]), length, rng.choice([length, 2 * length, length - 1]), count)
 
 
+def request_of(frame: bytes) -> int:
+    """The request number in a frame's header."""
+    number: int = struct.unpack_from("<Q", frame, 8)[0]
+    return number
+
+
 def seal(head: bytes, body: bytes, covered: int) -> bytes:
     """A frame from the first 24 bytes of its header and what follows; its check covers so many bytes of that."""
     state = xxh3_64(head)

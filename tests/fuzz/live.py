@@ -62,6 +62,7 @@ class Conversation:
         self._rng = rng
         self._report = report
         self._world = grammar.World(put_seed=rng.choice(_PUT_SEEDS))
+        self._ready: dict[int, int] = {}
         self._received = bytearray()
         self._ended = False
         self._finished = False
@@ -109,18 +110,19 @@ class Conversation:
     def _put(self) -> None:
         """A put from its beginning to its commit, each frame of it passed on as badly as any other."""
         rng, world = self._rng, self._world
-        known = world.handles[-1]
         layers = rng.choice([(0, 8), (0, 8), (0, 4), (4, 8)])
-        self._pass_on("PUT", grammar.fair_put(rng, world, layers))
+        frame = grammar.fair_put(rng, world, layers)
+        self._pass_on("PUT", frame)
         self._take(0.2)
-        if self._ended or world.handles[-1] == known:
+        handle = self._ready.get(grammar.request_of(frame))  # an earlier put, of other layers, may be answered only now
+        if self._ended or handle is None:
             return
         pages = list(range(4))
         if rng.random() < 0.1:
             rng.shuffle(pages)
         for page in pages:
-            self._pass_on("SLICES", grammar.fair_slices(world.handles[-1], world.put_seed, page, layers))
-        self._pass_on("COMMIT", grammar.fair_commit(rng, world.handles[-1]))
+            self._pass_on("SLICES", grammar.fair_slices(handle, world.put_seed, page, layers))
+        self._pass_on("COMMIT", grammar.fair_commit(rng, handle))
         self._take(0.05)
 
     def _fetch(self) -> None:
@@ -212,6 +214,8 @@ class Conversation:
             found = unpack(_Anything, meta)
             if found.handle:
                 world.handles = [*world.handles[-3:], found.handle]
+            if kind is FrameType.PUT_READY:
+                self._ready[request] = found.handle
             if found.lease:
                 world.leases = [*world.leases[-3:], found.lease]
             if kind is FrameType.MATCHED and payload:
