@@ -55,6 +55,7 @@ class PutStream:
             parts=[(part.component, part.layer_lo, part.layer_hi, part.head_lo, part.head_hi)], hints=hints,
         )  # fmt: skip
         self._ready: PutReady | None = None
+        self._unsent = set(range(self._layout.count))
         self._ended = False
 
     async def __aenter__(self) -> "PutStream":
@@ -104,6 +105,7 @@ class PutStream:
             for frame in self._frames(page, first_slice, last_slice, (page - first_page) * (high - low) - low)
         ]
         client = self._namespace.client
+        self._unsent -= set(range(first_slice, last_slice))
         async with client.deadline(timeout):
             await send_striped(client.pool, self._ready.handle, frames, source)
 
@@ -127,7 +129,8 @@ class PutStream:
         client = self._namespace.client
         async with client.deadline(timeout):
             connection = await client.pool.connection(0)
-            commit = Commit(handle=self._ready.handle, wait_ms=10_000, whole_ms=int(self._whole_s * 1000))
+            wait_ms = 0 if self._unsent else 10_000  # for slices on other connections; for those never sent it would be in vain
+            commit = Commit(handle=self._ready.handle, wait_ms=wait_ms, whole_ms=int(self._whole_s * 1000))
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
         self._ended = True
         return committed
