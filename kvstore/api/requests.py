@@ -33,7 +33,7 @@ from kvstore.api.wire.messages import (
     PutReady,
     PutStart,
 )
-from kvstore.errors import BadRequest
+from kvstore.errors import BadRequest, Busy
 from kvstore.hints import Hints
 from kvstore.kvspec import KVSpec
 from kvstore.store import Ack, NamespaceSettings, PutRequest
@@ -120,11 +120,14 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
     if message.wait_ms > 0:
         try:
             async with asyncio.timeout(min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000):
-                await put.begun.wait()
                 await put.settled.wait()
         except TimeoutError:
             pass  # commit() says which slices are missing
-    await context.store.put_begun(put, 0)
+    try:
+        context.store.put_begun(put)
+    except Busy:  # its client asks before it sends it again: it must not take room beside that
+        context.store.abort_put(put)
+        raise
     result = await context.store.commit_put(put, min(message.whole_ms, MAX_COMMIT_WAIT_MS) / 1000)
     return Reply(
         FrameType.COMMITTED,

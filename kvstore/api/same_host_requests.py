@@ -28,9 +28,6 @@ from kvstore.errors import BadRequest, Busy, Forbidden, KVStoreError
 from kvstore.store import Put
 from kvstore.store.waits import finish_despite_cancel
 
-_BEGIN_WAIT_S = 1.0
-"""How long a copy waits for the room of a put that is made at once."""
-
 
 def _peer(context: Context) -> SameHostPeer:
     if context.same_host is None:
@@ -78,7 +75,7 @@ async def _copy(context: Context, message: Copy, payload: bytes) -> Reply:
     put = context.store.get_put(context.session.owner, message.handle)
     try:
         if put.at_once:
-            await context.store.put_begun(put, _BEGIN_WAIT_S)
+            context.store.put_begun(put)
         copied = await _copy_into(put, peer, message, payload)
     except KVStoreError as error:
         put.fail(error)  # its commit says so, too

@@ -31,8 +31,6 @@ from kvstore.store import Held, Put, Space, Store
 
 _AHEAD = 4
 """Blobs of a fetch that are brought up from SSD while earlier ones are sent."""
-_BEGIN_WAIT_S = 1.0
-"""How long a connection waits with slices in hand for the room of a put that is sent at once."""
 _PROVISIONAL = -1
 """In place of a blob row: the bytes belong to a put under way."""
 
@@ -66,7 +64,7 @@ async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVSto
     try:
         put = connection.store.get_put(connection.session.owner, handle)
         if put.at_once:
-            await connection.store.put_begun(put, _BEGIN_WAIT_S)
+            connection.store.put_begun(put)
             if not put.wants(page, part):
                 await connection.channel.skip(header.payload_bytes + header.trailer_bytes)
                 return None

@@ -80,8 +80,6 @@ class Put:
         self.committed = False
         self.ready = False
         """Whether it has its slots, so that it can be sent to and followed."""
-        self.begun = asyncio.Event()
-        """Set once it is ready, or has ended."""
         self.own_name = 0
         """What its owner calls it, if it sends without waiting to hear the handle, and what is wanted: what is not is dropped."""
         self.last_used = time.monotonic()
@@ -295,7 +293,6 @@ class Put:
         if self.closed:
             return
         self.closed, self.committed = True, committed
-        self.begun.set()
         self.settled.set()
         if self.ended is not None:
             self.ended()

@@ -116,7 +116,6 @@ class Puts:
             self.abort(put)
             raise
         put.ready = True
-        put.begun.set()
         self._opened.set()
         self._opened = asyncio.Event()
         return put
@@ -245,14 +244,14 @@ class Puts:
         put.last_used = time.monotonic()
         return put
 
-    async def begun(self, put: Put, wait_s: float) -> None:
-        """Wait until a put that is sent at once can take what is sent. Raises Busy, or Cancelled if it has ended."""
+    @staticmethod
+    def begun(put: Put) -> None:
+        """Raise Busy if a put that is sent at once can't take what is sent yet, or Cancelled if it has ended.
+
+        Who sends it does not wait for room with slices in hand: others' requests come behind them.
+        """
         if not put.ready:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await put.begun.wait()
-            except TimeoutError:
-                raise Busy("there is no room for the put yet", retry_after_ms=100) from None
+            raise Busy("there is no room for the put yet", retry_after_ms=50)
         if put.closed:
             raise Cancelled(f"put {put.handle} has ended")
 

@@ -295,6 +295,9 @@ class Residency:
             await finish_despite_cancel(read)
             nbytes = len(target)
         except NotFound as error:
+            if not isinstance(error, Corrupt) and (here := self.resident(space, row)) is not None:
+                target[:] = here  # its copy on SSD went while it was read, and a put has brought the same bytes
+                return
             self._stats.corrupt_blobs += isinstance(error, Corrupt)
             _log.error("dropping the pages of a lost blob: %s", error.message)
             blobs.on_ssd[row] = False

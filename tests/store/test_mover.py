@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 
 from kvstore.digests import slice_digest
 from kvstore.errors import NoSpace
-from kvstore.kvspec import Component, KVSpec, PartRange
+from kvstore.kvspec import Component, KVSpec, PartRange, SliceLayout
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.check import check
 from kvstore.tiers.policies.make import NAMES
+from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.watermarks import Watermarks
 from tests.store.test_store import OWNER, config, put, read, settings_named, tokens_of
 
@@ -80,3 +82,30 @@ async def test_a_durable_put_that_finds_no_space_at_its_commit_is_counted(tmp_pa
     async with Store(config(tmp_path / "d", ssd_bytes=20 * 5000, dram_bytes=60 * 5000)) as store:
         await _full_ssd(store)
         assert store.stats.puts_no_space == 1
+
+
+async def test_a_read_whose_copy_goes_takes_nothing_that_was_put_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from_ssd, gate = BlobFile.read, threading.Event()
+
+    def gated(self: BlobFile, namespace: int, blob: bytes, layout: SliceLayout, target: memoryview) -> None:
+        gate.wait(10)
+        from_ssd(self, namespace, blob, layout, target)
+
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(retention_s=0))
+        await put(store, space, (1,), b"v" * 16, Ack.DURABLE)
+        (slot,) = space.tree.live_slots().tolist()
+        rows = space.rows_of(slot)
+        for row in rows:
+            space.clear_slot(row)
+        monkeypatch.setattr(BlobFile, "read", gated)
+        fetching = asyncio.create_task(store.hold(space, rows[0]))
+        await asyncio.sleep(0)
+        await store.prefixes.delete(space, tokens_of((1,)), {}, 0)
+        await put(store, space, (1,), b"v" * 16)
+        await store._writeback.emptied()
+        gate.set()
+        (await fetching).release()
+        assert await read(store, space, (1,)) == 1
+        await store.settle()
+        check(store)
