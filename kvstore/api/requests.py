@@ -124,7 +124,7 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
         except TimeoutError:
             pass  # commit() says which slices are missing
     try:
-        context.store.put_begun(put)
+        await context.store.put_begun(put, 0)
     except Busy:  # its client asks before it sends it again: it must not take room beside that
         context.store.abort_put(put)
         raise

@@ -6,6 +6,7 @@ from kvstore.api.auth import Access
 from kvstore.api.replies import Context, Reply
 from kvstore.api.requests import Quick, Slow
 from kvstore.api.same_host import Job, SameHostPeer
+from kvstore.api.streaming import BEGIN_WAIT_S
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import Empty, Message
 from kvstore.api.wire.same_host import (
@@ -75,7 +76,7 @@ async def _copy(context: Context, message: Copy, payload: bytes) -> Reply:
     put = context.store.get_put(context.session.owner, message.handle)
     try:
         if put.at_once:
-            context.store.put_begun(put)
+            await context.store.put_begun(put, BEGIN_WAIT_S)
         copied = await _copy_into(put, peer, message, payload)
     except KVStoreError as error:
         put.fail(error)  # its commit says so, too

@@ -31,6 +31,9 @@ from kvstore.store import Held, Put, Space, Store
 
 _AHEAD = 4
 """Blobs of a fetch that are brought up from SSD while earlier ones are sent."""
+BEGIN_WAIT_S = 0.05
+"""How long a connection waits with slices in hand for the room of a put that is sent at once: long enough to make a segment, and short
+enough for the requests that come behind them."""
 _PROVISIONAL = -1
 """In place of a blob row: the bytes belong to a put under way."""
 
@@ -64,7 +67,7 @@ async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVSto
     try:
         put = connection.store.get_put(connection.session.owner, handle)
         if put.at_once:
-            connection.store.put_begun(put)
+            await connection.store.put_begun(put, BEGIN_WAIT_S)
             if not put.wants(page, part):
                 await connection.channel.skip(header.payload_bytes + header.trailer_bytes)
                 return None

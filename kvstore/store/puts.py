@@ -80,6 +80,8 @@ class Put:
         self.committed = False
         self.ready = False
         """Whether it has its slots, so that it can be sent to and followed."""
+        self.begun = asyncio.Event()
+        """Set once it is ready, or has ended."""
         self.own_name = 0
         """What its owner calls it, if it sends without waiting to hear the handle, and what is wanted: what is not is dropped."""
         self.last_used = time.monotonic()
@@ -234,6 +236,11 @@ class Put:
         self._writers -= 1
         self._free_if_idle()
 
+    @property
+    def error(self) -> KVStoreError | None:
+        """What spoilt it."""
+        return self._error
+
     def fail(self, error: KVStoreError) -> None:
         """Spoil the put: its commit will raise the first such error."""
         self._error = self._error or error
@@ -293,6 +300,7 @@ class Put:
         if self.closed:
             return
         self.closed, self.committed = True, committed
+        self.begun.set()
         self.settled.set()
         if self.ended is not None:
             self.ended()

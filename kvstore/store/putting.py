@@ -114,8 +114,11 @@ class Puts:
         except BaseException as error:
             self._count_refusal(error)
             self.abort(put)
+            if isinstance(error, Cancelled) and put.error is not None:
+                raise put.error from None  # that is why it ended
             raise
         put.ready = True
+        put.begun.set()
         self._opened.set()
         self._opened = asyncio.Event()
         return put
@@ -245,13 +248,16 @@ class Puts:
         return put
 
     @staticmethod
-    def begun(put: Put) -> None:
-        """Raise Busy if a put that is sent at once can't take what is sent yet, or Cancelled if it has ended.
-
-        Who sends it does not wait for room with slices in hand: others' requests come behind them.
-        """
+    async def begun(put: Put, wait_s: float) -> None:
+        """Wait until a put that is sent at once can take what is sent. Raises Busy, Cancelled if it has ended, or what spoilt it."""
+        if put.error is not None:
+            raise put.error
         if not put.ready:
-            raise Busy("there is no room for the put yet", retry_after_ms=50)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await put.begun.wait()
+            except TimeoutError:
+                raise Busy("there is no room for the put yet", retry_after_ms=50) from None
         if put.closed:
             raise Cancelled(f"put {put.handle} has ended")
 

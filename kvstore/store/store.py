@@ -435,9 +435,9 @@ class Store:
         """An owner's own put under way; NotFound otherwise."""
         return self._puts.get(owner, handle)
 
-    def put_begun(self, put: Put) -> None:
-        """Raise Busy if a put that is sent at once has no room yet (see Puts.begun)."""
-        self._puts.begun(put)
+    async def put_begun(self, put: Put, wait_s: float) -> None:
+        """Wait a little until a put can take what is sent (see Puts.begun)."""
+        await self._puts.begun(put, wait_s)
 
     async def commit_put(self, put: Put, wait_s: float = 0.0) -> PutResult:
         """Make a put's pages visible (see Puts.commit)."""
