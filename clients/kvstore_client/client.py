@@ -24,6 +24,7 @@ from kvstore_client.estimate import Costs
 from kvstore_client.namespace import Namespace
 from kvstore_client.pool import Pool
 from kvstore_client.same_host import SameHost
+from kvstore_client.times import milliseconds
 
 DEFAULT_ENDPOINT = "127.0.0.1:7421"
 
@@ -160,4 +161,4 @@ class AsyncClient:
 
     async def renew(self, lease: int, lease_s: float) -> None:
         """Let a lease last `lease_s` seconds from now. Raises NotFound if it is over."""
-        await self.call(FrameType.LEASE_RENEW, LeaseRequest(lease=lease, lease_ms=int(lease_s * 1000)), Leased)
+        await self.call(FrameType.LEASE_RENEW, LeaseRequest(lease=lease, lease_ms=milliseconds(lease_s)), Leased)

@@ -39,6 +39,7 @@ from kvstore_client.put_layout import PutLayout
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given, TextCalls
+from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 from kvstore_client.transfer import AT_ONCE_BYTES, Progress, abort_put, put_at_once, send_striped
 from kvstore_client.view import LocalView, view_parts
@@ -211,9 +212,9 @@ class Namespace(TextCalls):
         extra_pages, payload = with_extras(token_view(tokens), extras)
         near = bool(lease_s and parts) and await self._near(timeout)
         message = MatchRequest(
-            namespace=self.id, lease_ms=int(lease_s * 1000), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
+            namespace=self.id, lease_ms=milliseconds(lease_s), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
             base=base.lease if base is not None else 0, hints=hints_meta(hints), estimate=ask_meta(estimate), rebuildable=rebuildable,
-            rebuild_ms=int(rebuild_s * 1000), places=near,
+            rebuild_ms=milliseconds(rebuild_s), places=near,
         )  # fmt: skip
         started = time.monotonic()
         bound = self.client.timeout + rebuild_s if timeout is None and rebuild_s else timeout
@@ -314,6 +315,8 @@ class Namespace(TextCalls):
         if self.spec.flat and len(raw) > self.spec.hash_bytes:
             return await self._put_flat(raw, data, parts, durable, whole_s, put_id, hints, timeout)
         start = base.pages if base is not None else 0
+        if first_page < 0:
+            raise BadRequest(f"a put from page {first_page} on")
         first_page = max(first_page, start)
         total = start + len(raw) // 4 // self.spec.label_words
         layout = PutLayout(self.spec, parts, first_page, total, spans)
@@ -385,7 +388,7 @@ class Namespace(TextCalls):
         self, near: Connection | None, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout,
         whole_s: float, progress: Progress | None,
     ) -> Committed:  # fmt: skip
-        pool, parts, whole_ms = self.client.pool, [PartRange(*p) for p in message.parts], int(whole_s * 1000)
+        pool, parts, whole_ms = self.client.pool, [PartRange(*p) for p in message.parts], milliseconds(whole_s)
         if message.handle:
             handle = message.handle
             wanted = [(part, *span) for part, span in enumerate(message.spans or [(layout.first_page, layout.total)] * len(parts))]
@@ -441,7 +444,7 @@ class Namespace(TextCalls):
         first, last = pages or (0, -1)
         extra_pages, payload = with_extras(token_view(tokens), extras)
         message = Prefix(
-            namespace=self.id, extra_pages=extra_pages, first_page=first, last_page=last, rebuild=rebuild, within_ms=int(within_s * 1000)
+            namespace=self.id, extra_pages=extra_pages, first_page=first, last_page=last, rebuild=rebuild, within_ms=milliseconds(within_s)
         )
         done, _ = await self.client.call(FrameType.PREFETCH, message, Prefetched, payload, timeout)
         return int(done.blobs)
@@ -451,7 +454,7 @@ class Namespace(TextCalls):
 
         Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it.
         """
-        done, _ = await self._about(FrameType.PIN, tokens, extras, Pinned, timeout, ttl_ms=int(ttl_s * 1000))
+        done, _ = await self._about(FrameType.PIN, tokens, extras, Pinned, timeout, ttl_ms=milliseconds(ttl_s))
         return done.pin, done.pages
 
     async def unpin(self, pin: int, timeout: float | None = None) -> None:
@@ -505,7 +508,11 @@ def _part_runs(metas: list[PartRunMeta]) -> list[tuple[int, int, tuple[PartRange
 
 def writable(out: Any, size: int, *, at_least: bool = False) -> memoryview:
     """A buffer of exactly `size` bytes to receive into; with `at_least`, the front of a larger one. Raises BadRequest for any other."""
-    target = memoryview(out).cast("B")
+    try:
+        whole = memoryview(out)
+        target = whole.cast("B") if whole.nbytes else memoryview(bytearray())  # one with zeros in its shape can't be cast
+    except TypeError as error:
+        raise BadRequest(f"the buffer can't be received into: {error}") from None
     if at_least:
         target = target[:size]
     if len(target) != size or target.readonly:
@@ -519,7 +526,7 @@ def hints_meta(hints: Hints | None) -> HintsMeta | None:
     """Hints as messages carry them."""
     if hints is None:
         return None
-    return HintsMeta(session=hints.session_id, turn=hints.turn or "", ended=hints.ended or "", ttl_ms=int(hints.ttl_s * 1000))
+    return HintsMeta(session=hints.session_id, turn=hints.turn or "", ended=hints.ended or "", ttl_ms=milliseconds(hints.ttl_s))
 
 
 def part_list(ranges: list[PartRange]) -> list[tuple[int, int, int, int, int]]:

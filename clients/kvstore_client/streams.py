@@ -22,6 +22,7 @@ from kvstore.api.wire import (
 from kvstore.api.wire.messages import Commit, Committed, Empty, Follow, FollowedPut, FollowedPuts, HintsMeta, Outcome, PutReady, PutStart
 from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import SliceFrame
+from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, with_extras
 from kvstore_client.transfer import Progress, abort_put, fetch_striped, send_striped
 
@@ -130,7 +131,7 @@ class PutStream:
         async with client.deadline(timeout):
             connection = await client.pool.connection(0)
             wait_ms = 0 if self._unsent else 10_000  # for slices on other connections; for those never sent it would be in vain
-            commit = Commit(handle=self._ready.handle, wait_ms=wait_ms, whole_ms=int(self._whole_s * 1000))
+            commit = Commit(handle=self._ready.handle, wait_ms=wait_ms, whole_ms=milliseconds(self._whole_s))
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
         self._ended = True
         return committed

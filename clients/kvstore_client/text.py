@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.api.wire import BadRequest, FrameType, KVSpec
 from kvstore.api.wire.messages import Affected, NamespaceName, Prefix, RebuildProgress, RebuildRequest, RecipeCounts
+from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ class TextCalls:
         self, tokens: Tokens, extras: Extras | None, wait_s: float, timeout: float | None, *, check: bool = False, first_page: int = 0
     ) -> RebuildState:
         extra_pages, payload = with_extras(token_view(tokens), extras)
-        message = RebuildRequest(namespace=self.id, wait_ms=int(wait_s * 1000), check=check, first_page=first_page, extra_pages=extra_pages)
+        message = RebuildRequest(
+            namespace=self.id, wait_ms=milliseconds(wait_s), check=check, first_page=first_page, extra_pages=extra_pages
+        )
         bound = wait_s + self.client.timeout if timeout is None else timeout
         found, _ = await self.client.call(FrameType.REBUILD, message, RebuildProgress, payload, bound)
         return RebuildState(found.pages, found.wanted_pages, found.waiting_jobs, found.claimed_jobs)

@@ -9,13 +9,14 @@ import argparse
 import asyncio
 import os
 import signal
+import sys
 import time
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import KVSpec
+from kvstore.api.wire import KVSpec, KVStoreError
 from kvstore_client import AsyncClient, AsyncRebuildWorker
 from kvstore_client.rebuild import Prefix, Wanted
 from kvstore_workers.generator import PageGenerator
@@ -113,7 +114,12 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--lease-s", type=float, default=10.0)
     parser.add_argument("--compute-s", type=float, default=0.0, help="modelled seconds a page")
-    asyncio.run(_main(parser.parse_args()))
+    try:
+        asyncio.run(_main(parser.parse_args()))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except KVStoreError as error:
+        sys.exit(f"{error.code}: {error.message}")
 
 
 if __name__ == "__main__":

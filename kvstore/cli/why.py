@@ -3,6 +3,7 @@
 from base64 import b64encode
 from itertools import groupby
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.table import Table
@@ -36,7 +37,7 @@ def why(
     """
     raw = parse_tokens(tokens).astype("<u4").tobytes()
     body = {"tokens_base64": b64encode(raw).decode("ascii"), "first_page": first_page}
-    told = http_json(http, f"/v1/namespaces/{namespace}/why", method="POST", body=body)
+    told = http_json(http, f"/v1/namespaces/{quote(namespace, safe='')}/why", method="POST", body=body)
     nothing = NotFound(f"{told['pages']} pages of this prefix are in {namespace}, none from page {first_page} on")
     if not told["found"]:
         raise nothing

@@ -65,6 +65,8 @@ _log = logging.getLogger("kvstore.store")
 _SWEEP_S = 0.5
 _PAGE = 1 << 20
 """Bytes of a page, as long as none is known: policies learn how many pages a tier holds when it is full."""
+_SETTINGS = ("name", "recipes", "retention_s", "ttl_s", "rebuild", "lossy")
+"""Of a namespace, besides what its identity is made of."""
 _DEATHS = 2
 """LMDB itself can end the process at a damaged page; but one kill in the middle of loading is no damage."""
 _SETTLE_POLL_S = 0.001
@@ -298,8 +300,11 @@ class Store:
         space = self._spaces.by_id(settings.tenant, settings.digest[:16].hex())
         if space is not None:
             if replace(space.settings, prefill=settings.prefill) != settings:
-                what = "another name, recipes, retention, ttl, rebuild or lossy"
-                raise Conflict(f"this namespace exists as {space.settings.name!r} ({space.id}) with {what}")
+                there = space.settings
+                others = [name for name in _SETTINGS if getattr(there, name) != getattr(settings, name)]
+                raise Conflict(
+                    f"this model fingerprint and KV spec have a namespace, {there.name!r} ({space.id}); other there: {', '.join(others)}"
+                )
             if settings.prefill and settings.prefill != space.settings.prefill:
                 await self._put_record(space, settings)
             return space

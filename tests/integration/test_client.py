@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.api.wire import FrameType, encode, pack
+from kvstore.api.wire import BadRequest, FrameType, encode, pack
 from kvstore.api.wire.messages import Empty
 from kvstore_client import (
     AsyncClient,
@@ -281,3 +281,20 @@ async def test_a_flood_of_one_client_does_not_starve_the_others(daemon: DaemonPr
         for thread in threads:
             thread.join(10)
         flood.sock.close()
+
+
+async def test_what_makes_no_sense_is_a_typed_error(daemon: DaemonProcess) -> None:
+    async with AsyncClient(daemon.endpoint, timeout=20) as client:
+        namespace = await client.namespace("senseless", "rev-1", BIG)
+        prompt = np.zeros(2 * BIG.page_tokens, np.uint32)
+        for seconds in (float("nan"), float("inf"), 1e30):
+            with pytest.raises(BadRequest, match="no time"):
+                await namespace.match(prompt, lease_s=seconds)
+            with pytest.raises(BadRequest, match="no time"):
+                await namespace.pin(prompt, seconds)
+        with pytest.raises(BadRequest, match="from page -1 on"):
+            await namespace.put(prompt, bytes(2 * BIG.page_bytes), first_page=-1)
+        async with await namespace.match(prompt) as match:
+            assert await namespace.fetch(match, np.empty((0, BIG.page_bytes), np.uint8)) == 0
+            with pytest.raises(BadRequest, match="can't be received into"):
+                await namespace.fetch(match, np.zeros((4, 4), np.uint8)[:, ::2])
