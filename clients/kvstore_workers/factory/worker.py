@@ -204,8 +204,10 @@ async def _main(arguments: argparse.Namespace) -> None:
     settings = read_settings(arguments.settings)
     endpoint = settings.unix_endpoint if arguments.unix else settings.endpoint
     async with (
-        AsyncClient(endpoint, connections=2, name=arguments.name, timeout=settings.deadline_s) as client,
-        AsyncClient(endpoint, connections=1, name=f"{arguments.name}, out", timeout=settings.deadline_s) as out,
+        AsyncClient(endpoint, connections=2, shared_memory=arguments.unix, name=arguments.name, timeout=settings.deadline_s) as client,
+        AsyncClient(
+            endpoint, connections=1, shared_memory=arguments.unix, name=f"{arguments.name}, out", timeout=settings.deadline_s
+        ) as out,
     ):
         namespaces = await client.namespace(settings.namespace), await out.namespace(settings.namespace)
         node = Node(*namespaces, settings, Kind(arguments.kind), "unix" if arguments.unix else "tcp")
