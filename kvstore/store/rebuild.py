@@ -54,6 +54,10 @@ class Job:
         """The page after the last."""
         return self.first + len(self.keys)
 
+    def has(self, put_id: bytes) -> bool:
+        """Whether the claim under this put id lasts: the job has not ended, and is not free or another worker's."""
+        return not self.ended and self.owner is not None and self.put_id == put_id
+
 
 class RebuildQueue:
     """All jobs of a daemon. `on_end` is told of each that ends, well or not, once."""
@@ -154,11 +158,12 @@ class RebuildQueue:
                 best = job
         return best
 
-    def claim(self, job: Job, owner: int, now: float, lease_s: float) -> None:
-        """Give a job to a worker for `lease_s` seconds, under a put id of its own."""
+    def claim(self, job: Job, owner: int, now: float, lease_s: float) -> bytes:
+        """Give a job to a worker for `lease_s` seconds, under a put id of its own, which names this claim. Returns it."""
         job.owner, job.lease_until, job.claimed_at = owner, now + min(lease_s, MAX_LEASE_S), now
         job.put_id = secrets.token_bytes(16)
         job.attempts += 1
+        return job.put_id
 
     def put_back(self, job: Job) -> None:
         """A claim came to nothing before the worker had it: that was no attempt."""

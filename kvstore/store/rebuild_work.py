@@ -33,9 +33,13 @@ class GeometryRun:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A job as its worker gets it. `tokens` are those of the pages [0, last), zeros where there is a `Body` instead."""
+    """A job as its worker gets it, to be put under `put_id`.
+
+    `tokens` are those of the pages [0, last), zeros where there is a `Body` instead.
+    """
 
     job: Job
+    put_id: bytes
     space: Space
     tokens: bytes
     extras: Extras
@@ -68,7 +72,7 @@ def chain(queue: RebuildQueue, space: Space, job: Job, known: Mapping[bytes, Rec
     return usable, tree.pages.key_bytes(int(slots[usable - 1])) if usable else space.digest, lacking + keys
 
 
-def work_of(space: Space, job: Job, recipes: list[Recipe]) -> Work:
+def work_of(space: Space, job: Job, put_id: bytes, recipes: list[Recipe]) -> Work:
     """A job as its worker gets it, now that it begins right after what is stored."""
     tree = space.tree
     slot = tree.pages.find_key(job.parent) if job.first else -1
@@ -85,7 +89,7 @@ def work_of(space: Space, job: Job, recipes: list[Recipe]) -> Work:
             bodies.append(Body(page, recipe.kind, recipe.body))
         if any(recipe.extra):
             extras[page] = recipe.extra
-    return Work(job, space, b"".join(tokens), extras, tuple(bodies), tuple(_geometry(space, job, recipes)))
+    return Work(job, put_id, space, b"".join(tokens), extras, tuple(bodies), tuple(_geometry(space, job, recipes)))
 
 
 def _geometry(space: Space, job: Job, recipes: list[Recipe]) -> list[GeometryRun]:

@@ -244,26 +244,28 @@ class Rebuilding:
     async def _prepared(self, job: Job, owner: int, lease_s: float) -> Work | None:
         """Claim a job and find out what it takes. None if it ended, or has to wait for another."""
         space = self._spaces[job.number]
-        self.queue.claim(job, owner, time.monotonic(), lease_s)
+        put_id = self.queue.claim(job, owner, time.monotonic(), lease_s)
         try:
-            found = await self._recipes_for(job, space)
+            found = await self._recipes_for(job, space, put_id)
         except RebuildFailed as error:
-            self.queue.fail(job, error)
+            if job.has(put_id):
+                self.queue.fail(job, error)
             return None
         except BaseException:
-            if not job.ended:
+            if job.has(put_id):
                 self.queue.put_back(job)
                 self._tell()
             raise
-        if job.ended or found is None:
+        if found is None or not job.has(put_id):
             return None
         self._record(job, space, found)
-        return work_of(space, job, found)
+        return work_of(space, job, put_id, found)
 
-    async def _recipes_for(self, job: Job, space: Space) -> list[Recipe] | None:
+    async def _recipes_for(self, job: Job, space: Space, put_id: bytes) -> list[Recipe] | None:
         """The recipes of a job's pages, after it was made to begin right after the longest usable prefix.
 
-        None if it is done already, or if pages before it are another job's. Raises RebuildFailed if a recipe is missing.
+        None if it is done already, if pages before it are another job's, or if the claim under `put_id` has ended meanwhile.
+        Raises RebuildFailed if a recipe is missing.
         """
         known: dict[bytes, Recipe] = {}
         if job.check:
@@ -277,7 +279,7 @@ class Rebuilding:
             if not lacking:
                 break
             await self._read(space, lacking, job.last - len(keys) - 1 if first < 0 else first, known)
-            if job.ended:
+            if not job.has(put_id):
                 return None
         if not keys:
             self._finish(job)

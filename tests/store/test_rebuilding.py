@@ -1,6 +1,7 @@
 """Rebuild jobs in a whole store, without sockets: what workers are given, and how waiting ends."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from kvstore.prefill import Prefill
 from kvstore.store import NamespaceSettings, Space, Store
 from kvstore.store.check import check
 from kvstore.store.rebuild_work import Work
+from kvstore.tiers.recipe import Recipe
 from tests.store.test_store import SPEC, Prefix, config, put, read, settings_named, tokens_of
 
 WORKER = 7
@@ -103,6 +105,40 @@ async def test_waiting_ends_with_the_namespace_and_with_the_store(tmp_path: Path
     for task in (claim, waiting):
         with pytest.raises(Cancelled):
             await asyncio.wait_for(task, 5)
+
+
+async def test_a_claim_that_ends_while_its_recipes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker gets nothing: the job is another's by then, whose put id must not be used for two computations."""
+    async with Store(config(tmp_path / "d")) as store:
+        space = await text_only(store, (1, 2, 3), 1)
+        waiting = asyncio.create_task(store.rebuilding.bring(space, tokens_of((1, 2, 3)), {}, 20))
+        begun, go_on, read_now = asyncio.Event(), asyncio.Event(), store.recipes.read
+
+        async def slow_read(space: Space, keys: list[bytes]) -> list[Recipe | None]:
+            if not begun.is_set():  # a slow disk, once
+                begun.set()
+                await go_on.wait()
+            return await read_now(space, keys)
+
+        monkeypatch.setattr(store.recipes, "read", slow_read)
+        while not len(store.rebuilding.queue):
+            await asyncio.sleep(0.01)
+        for lost in ("cancelled", "found"):
+            begun.clear()
+            go_on.clear()
+            late = asyncio.create_task(store.rebuilding.claim(WORKER + 1, "default", None, 0, 5))
+            await begun.wait()
+            store.rebuilding.sweep(time.monotonic() + 6)
+            work = await claimed(store)
+            attempts = work.job.attempts
+            late.cancel() if lost == "cancelled" else go_on.set()
+            (outcome,) = await asyncio.gather(late, return_exceptions=True)
+            assert not isinstance(outcome, Work)
+            assert (work.job.owner, work.job.put_id, work.job.attempts) == (WORKER, work.put_id, attempts)
+            if lost == "cancelled":
+                store.rebuilding.queue.put_back(work.job)
+        await put(store, space, (1, 2, 3), work.put_id, first=1)
+        await waiting
 
 
 async def test_checks(tmp_path: Path) -> None:
