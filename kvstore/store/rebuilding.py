@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from kvstore.drift import Drift
@@ -11,7 +12,7 @@ from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, Rebu
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
 from kvstore.store.comparing import Compared, RebuildReport, compare, sane
 from kvstore.store.gaps import Gap, find_gap, rebuildable_keys
-from kvstore.store.rebuild import Job, RebuildQueue
+from kvstore.store.rebuild import MAX_JOB_PAGES, Job, RebuildQueue
 from kvstore.store.rebuild_work import Work, chain, work_of
 from kvstore.store.recipe_source import Fresh, split_keys
 from kvstore.store.recipes import Recipes
@@ -90,17 +91,23 @@ class Rebuilding:
         """
         deadline = time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S)
         base_key, base_pages = space.tree.key_at(base), base.pages
-        if self._waiting_bytes + len(tokens) > MAX_WAITING_BYTES:
-            raise Busy("requests that wait for pages to be computed again hold too much memory", retry_after_ms=1000)
-        self._waiting_bytes += len(tokens)
-        try:
+        with self._waiting_with(tokens):
             for _ in range(_ROUNDS):
                 jobs = await self._want(space, tokens, extras, self._path(space, base_key, base_pages), strict=strict)
                 if not jobs or not await self._wait(jobs, deadline):
                     break
+        return self._progress(space, tokens, extras, self._path(space, base_key, base_pages))
+
+    @contextmanager
+    def _waiting_with(self, tokens: bytes) -> Iterator[None]:
+        """Somebody waits, and keeps these tokens meanwhile. Raises Busy if that is too much memory."""
+        if self._waiting_bytes + len(tokens) > MAX_WAITING_BYTES:
+            raise Busy("requests that wait for pages to be computed again hold too much memory", retry_after_ms=1000)
+        self._waiting_bytes += len(tokens)
+        try:
+            yield
         finally:
             self._waiting_bytes -= len(tokens)
-        return self._progress(space, tokens, extras, self._path(space, base_key, base_pages))
 
     @staticmethod
     def _path(space: Space, key: bytes, pages: int) -> Path:
@@ -199,19 +206,25 @@ class Rebuilding:
         return seconds
 
     async def check(self, space: Space, tokens: bytes, extras: Extras, first: int, wait_s: float) -> Progress:
-        """Have pages that are there, from page `first` on, computed once more and compared; wait `wait_s` at most."""
+        """Have pages that are there, from page `first` on, computed once more and compared; wait `wait_s` at most.
+
+        At most MAX_JOB_PAGES at a time: raises BadRequest for more.
+        """
         self._check(space)
         path = space.tree.match(as_token_bytes(tokens), extras)
         slots = space.tree.path_slots(path)
         usable = space.tree.rules.longest(space.tree.pages.components[slots]) if space.tree.rules.optional else path.pages
         if not 0 <= first < usable:
             raise NotFound(f"page {first} of this prefix is not in the store: there is nothing to compare with")
+        if usable - first > MAX_JOB_PAGES:
+            raise BadRequest(f"a check of {usable - first} pages: at most {MAX_JOB_PAGES} at a time; begin later, or give a shorter prefix")
         keys = [space.tree.pages.key_bytes(int(slot)) for slot in slots[first:usable]]
         parent = space.tree.pages.key_bytes(int(slots[first - 1])) if first else space.digest
-        job = self.queue.want_check(space.number, space.settings.tenant, first, parent, keys, time.monotonic())
-        self._spaces[space.number] = space
-        self._tell()
-        await self._wait([job], time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S))
+        with self._waiting_with(tokens):
+            job = self.queue.want_check(space.number, space.settings.tenant, first, parent, keys, time.monotonic())
+            self._spaces[space.number] = space
+            self._tell()
+            await self._wait([job], time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S))
         return Progress(usable, len(as_token_bytes(tokens)) // space.tree.pages.token_bytes, *self.jobs_of(space))
 
     # --- working -------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import pytest
 from blockbuster import BlockBuster
 
 from kvstore.drift import Drift
-from kvstore.errors import BadRequest, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
+from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
 from kvstore.prefill import Prefill
-from kvstore.store import NamespaceSettings, Space, Store
+from kvstore.store import NamespaceSettings, Space, Store, rebuilding
 from kvstore.store.check import check
 from kvstore.store.rebuild_work import Work
 from kvstore.tiers.recipe import Recipe
@@ -170,6 +170,26 @@ async def test_checks(tmp_path: Path) -> None:
         plain = await store.create_namespace(NamespaceSettings("default", "plain", "plain", SPEC))
         with pytest.raises(Conflict):
             await store.rebuilding.check(plain, tokens_of((1,)), {}, 0, 1)
+
+
+async def test_checks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        await store.recipes.flush(5)
+        tokens = tokens_of((1, 2, 3))
+        monkeypatch.setattr(rebuilding, "MAX_JOB_PAGES", 2)
+        with pytest.raises(BadRequest, match="a check of 3 pages: at most 2"):
+            await store.rebuilding.check(space, tokens, {}, 0, 1)
+        monkeypatch.setattr(rebuilding, "MAX_WAITING_BYTES", len(tokens))
+        waiting = asyncio.create_task(store.rebuilding.check(space, tokens, {}, 1, 20))
+        work = await claimed(store)
+        for request in (store.rebuilding.check(space, tokens, {}, 2, 1), store.rebuilding.bring(space, tokens, {}, 1)):
+            with pytest.raises(Busy, match="too much memory"):
+                await request
+        store.rebuilding.end(WORKER, work.job.id, "", [])
+        await waiting
+        assert (await store.rebuilding.bring(space, tokens, {}, 1)).pages == 3
 
 
 async def test_ahead_of_need_only_if_it_pays(tmp_path: Path) -> None:
