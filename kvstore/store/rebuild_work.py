@@ -52,17 +52,18 @@ def chain(queue: RebuildQueue, space: Space, job: Job, known: Mapping[bytes, Rec
 
     With -1, the recipe of the page of that key, which is gone, is needed to say so.
     """
-    tree, keys, parent = space.tree, list(job.keys), job.parent
+    tree, gone, parent = space.tree, job.keys[::-1], job.parent
     while parent != space.digest and tree.pages.find_key(parent) < 0 and queue.find(space.number, parent) in (None, job):
         if parent not in known:
-            return -1, parent, keys
-        if len(keys) > MAX_PAGES:
+            return -1, parent, gone[::-1]
+        if len(gone) > MAX_PAGES:
             raise RebuildFailed("too many pages before these are gone as well")
-        keys.insert(0, parent)
+        gone.append(parent)
         parent = known[parent].parent
     there = parent
-    while keys and tree.pages.find_key(keys[0]) >= 0:
-        there = keys.pop(0)
+    while gone and tree.pages.find_key(gone[-1]) >= 0:
+        there = gone.pop()
+    keys = gone[::-1]
     slot = tree.pages.find_key(there)
     if slot < 0:
         return (job.last - len(keys), parent, keys) if there != space.digest else (0, space.digest, keys)

@@ -12,7 +12,7 @@ from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, Rebu
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
 from kvstore.store.comparing import Compared, RebuildReport, compare, sane
 from kvstore.store.gaps import Gap, find_gap, rebuildable_keys
-from kvstore.store.rebuild import MAX_JOB_PAGES, Job, RebuildQueue
+from kvstore.store.rebuild import MAX_JOB_PAGES, MAX_PAGES, Job, RebuildQueue
 from kvstore.store.rebuild_work import Work, chain, work_of
 from kvstore.store.recipe_source import Fresh, split_keys
 from kvstore.store.recipes import Recipes
@@ -34,6 +34,8 @@ MAX_WAITING_BYTES = 256 << 20
 """Of tokens of requests that wait."""
 _ROUNDS = 8
 """So often a request looks again what is missing, when what was computed for it has gone meanwhile."""
+_FIRST_STEP = 64
+"""Of pages before a job's that are gone as well, so many recipes are read at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +288,19 @@ class Rebuilding:
             if not self._whole(space, job):
                 raise RebuildFailed("pages that were to be compared are gone: have them computed again instead")
             return [known[key] for key in job.keys]
+        step = _FIRST_STEP
         while True:
             first, parent, keys = chain(self.queue, space, job, known)
-            lacking = [key for key in ([parent] if first < 0 else keys) if key not in known]
-            if not lacking:
+            if first < 0:
+                before = await self._recipes.upwards(space, parent, step)
+                if not before:
+                    raise _lacking(job.last - len(keys) - 1)
+                known.update((one.key, one) for one in before)
+                step = min(step * 4, MAX_PAGES)  # each time the chain is gone through from its start
+            elif lacking := [key for key in keys if key not in known]:
+                await self._read(space, lacking, first, known)
+            else:
                 break
-            await self._read(space, lacking, job.last - len(keys) - 1 if first < 0 else first, known)
             if not job.has(put_id):
                 return None
         if not keys:
@@ -308,7 +317,7 @@ class Rebuilding:
     async def _read(self, space: Space, keys: list[bytes], first: int, known: dict[bytes, Recipe]) -> None:
         for at, recipe in enumerate(await self._recipes.read(space, keys)):
             if recipe is None:
-                raise RebuildFailed(f"page {first + at} of the prefix can't be computed again: its recipe is gone, or damaged")
+                raise _lacking(first + at)
             known[recipe.key] = recipe
 
     def _record(self, job: Job, space: Space, recipes: list[Recipe]) -> None:
@@ -467,6 +476,10 @@ class Rebuilding:
             self._stats.rebuild_failed_jobs += 1
             self._reports.setdefault(job.number, RebuildReport()).failed_jobs += 1
         self._tell()
+
+
+def _lacking(page: int) -> RebuildFailed:
+    return RebuildFailed(f"page {page} of the prefix can't be computed again: its recipe is gone, or damaged")
 
 
 def _compare_all(pairs: Sequence[tuple[Fresh, Recipe]]) -> list[Compared]:

@@ -347,6 +347,10 @@ class Recipes:
         """Recipes by page key."""
         return await self._look(self.file.read, space.number, space.digest, keys)
 
+    async def upwards(self, space: Space, key: bytes, limit: int) -> list[Recipe]:
+        """The recipes of a page and of those before it, from it towards the root: up to the first that is lacking, at most `limit`."""
+        return await self._look(self.file.upwards, space.number, space.digest, key, limit)
+
     async def key_at(self, space: Space, tokens: bytes, extras: Extras, page: int) -> bytes | None:
         """The key of a page of a prefix, whether it is there or not; None if the prefix is shorter."""
         return await self._look(_key_at, space, as_token_bytes(tokens), extras, page)

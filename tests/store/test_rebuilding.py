@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blockbuster import BlockBuster
@@ -139,6 +140,31 @@ async def test_a_claim_that_ends_while_its_recipes_are_read(tmp_path: Path, monk
                 store.rebuilding.queue.put_back(work.job)
         await put(store, space, (1, 2, 3), work.put_id, first=1)
         await waiting
+
+
+async def test_a_long_prefix_that_went_is_read_in_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not page by page, each time from the start."""
+    async with Store(config(tmp_path / "d", dram_bytes=4 << 20, ssd_bytes=4 << 20)) as store:
+        prefix = tuple(range(1, 101))
+        space = await text_only(store, prefix, 99)
+        waiting = asyncio.create_task(store.rebuilding.bring(space, tokens_of(prefix), {}, 20))
+        while not len(store.rebuilding.queue):
+            await asyncio.sleep(0.01)
+        await store.prefixes.drop(space, tokens_of(prefix), {}, 0)
+        reads, look_now = 0, store.recipes._look
+
+        async def counted(call: Any, *arguments: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return await look_now(call, *arguments)
+
+        monkeypatch.setattr(store.recipes, "_look", counted)
+        work = await claimed(store)
+        assert (work.job.first, work.job.last, work.tokens) == (0, 100, tokens_of(prefix))
+        assert reads == 3, "the 64 before the last, then the rest, then the last"
+        store.rebuilding.give_up(work.job, "enough")
+        with pytest.raises(RebuildFailed, match="enough"):
+            await waiting
 
 
 async def test_checks(tmp_path: Path) -> None:
