@@ -13,7 +13,7 @@ from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
 from kvstore.store.comparing import Compared, RebuildReport, compare, sane
 from kvstore.store.gaps import Gap, find_gap, rebuildable_keys
 from kvstore.store.rebuild import MAX_JOB_PAGES, MAX_PAGES, Job, RebuildQueue
-from kvstore.store.rebuild_work import Work, chain, work_of
+from kvstore.store.rebuild_work import Work, chain, stored_prefix, work_of
 from kvstore.store.recipe_source import Fresh, split_keys
 from kvstore.store.recipes import Recipes
 from kvstore.store.space import Space
@@ -262,6 +262,9 @@ class Rebuilding:
         put_id = self.queue.claim(job, owner, time.monotonic(), lease_s)
         try:
             found = await self._recipes_for(job, space, put_id)
+            if found is None or not job.has(put_id):
+                return None
+            work = await asyncio.to_thread(work_of, space, job, put_id, job.first, stored_prefix(space, job), found)
         except RebuildFailed as error:
             if job.has(put_id):
                 self.queue.fail(job, error)
@@ -271,10 +274,10 @@ class Rebuilding:
                 self.queue.put_back(job)
                 self._tell()
             raise
-        if found is None or not job.has(put_id):
+        if not job.has(put_id):
             return None
         self._record(job, space, found)
-        return work_of(space, job, put_id, found)
+        return work
 
     async def _recipes_for(self, job: Job, space: Space, put_id: bytes) -> list[Recipe] | None:
         """The recipes of a job's pages, after it was made to begin right after the longest usable prefix.

@@ -1,6 +1,7 @@
 """Rebuild jobs in a whole store, without sockets: what workers are given, and how waiting ends."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,16 @@ from typing import Any
 import pytest
 from blockbuster import BlockBuster
 
+from kvstore.digests import slice_digest
 from kvstore.drift import Drift
 from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
 from kvstore.prefill import Prefill
-from kvstore.store import NamespaceSettings, Space, Store, rebuilding
+from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store, rebuild_work, rebuilding
 from kvstore.store.check import check
+from kvstore.store.puts import Put
 from kvstore.store.rebuild_work import Work
 from kvstore.tiers.recipe import Recipe
-from tests.store.test_store import SPEC, Prefix, config, put, read, settings_named, tokens_of
+from tests.store.test_store import PARTS, SPEC, Prefix, config, put, read, settings_named, tokens_of
 
 WORKER = 7
 
@@ -26,6 +29,15 @@ async def text_only(store: Store, prefix: Prefix, first: int = 0) -> Space:
     await put(store, space, prefix, b"v" * 16)
     await store.prefixes.drop(space, tokens_of(prefix), {}, first)
     return space
+
+
+def send(upload: Put) -> None:
+    """All that a put wants: zeros."""
+    for page, part in upload.wanted_cells():
+        for index, size in enumerate(SPEC.slice_layout(PARTS[part]).sizes):
+            view, _ = upload.locate(page, part, index, size, 1)
+            view[:] = bytes(size)
+            upload.received(page, part, index, [slice_digest(view)], slice_digest(view))
 
 
 async def claimed(store: Store, owner: int = WORKER, wait_s: float = 5.0) -> Work:
@@ -162,6 +174,33 @@ async def test_a_long_prefix_that_went_is_read_in_few_steps(tmp_path: Path, monk
         work = await claimed(store)
         assert (work.job.first, work.job.last, work.tokens) == (0, 100, tokens_of(prefix))
         assert reads == 3, "the 64 before the last, then the rest, then the last"
+        store.rebuilding.give_up(work.job, "enough")
+        with pytest.raises(RebuildFailed, match="enough"):
+            await waiting
+
+
+async def test_what_a_worker_is_given_is_made_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a long prefix it takes long; the extra digests of stored pages and of those to come are in it."""
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        tokens, extras = tokens_of((1, 2, 3, 4)), {1: b"e" * 32, 3: b"f" * 32}
+        upload = await store.begin_put(1, space, PutRequest(b"v" * 16, tokens, extras, 0, PARTS, Ack.MEMORY))
+        send(upload)
+        await store.commit_put(upload)
+        await store.recipes.flush(5)
+        await store.prefixes.drop(space, tokens, extras, 2)
+        threads, geometry_now = set(), rebuild_work._geometry
+
+        def seen(*arguments: Any) -> Any:
+            threads.add(threading.get_ident())
+            return geometry_now(*arguments)
+
+        monkeypatch.setattr(rebuild_work, "_geometry", seen)
+        waiting = asyncio.create_task(store.rebuilding.bring(space, tokens, extras, 20))
+        work = await claimed(store)
+        assert (work.job.first, work.tokens, work.extras) == (2, tokens, extras)
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
         store.rebuilding.give_up(work.job, "enough")
         with pytest.raises(RebuildFailed, match="enough"):
             await waiting
