@@ -126,7 +126,7 @@ def give_recipes(context: Context, put: Put, message: PutStart) -> None:
             raise BadRequest(f"recipe_kind is {message.recipe_kind[:40]!r}, not text or reference")
         if not message.recipes:
             raise BadRequest("a put with a recipe_kind brings recipes: one for all its pages, or one a page")
-        context.store.recipes.source.give(put.space, put.keys, RecipeKind[message.recipe_kind.upper()], message.recipes)
+        context.store.recipes.source.give(put, RecipeKind[message.recipe_kind.upper()], message.recipes)
     except BaseException:
         context.store.abort_put(put)
         raise
