@@ -1,6 +1,7 @@
 """The text tier in a whole store: recipes come with puts, outlive pages and restarts, and nothing is discarded that lacks one."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvstore.store.check_stopped import check_stopped
 from kvstore.store.puts import Put
 from kvstore.store.verify import CheckReport
 from kvstore.tiers.recipe import Recipe, RecipeKind
-from kvstore.tiers.text import RecipeBatch
+from kvstore.tiers.text import Aged, RecipeBatch
 from tests.store.test_store import PAGE_TOKENS, PARTS, SPEC, Prefix, config, page_bytes, put, read, settings_named, tokens_of
 
 
@@ -428,6 +429,53 @@ async def test_what_was_given_is_for_no_other_put(tmp_path: Path) -> None:
         send(late)
         await store.commit_put(late)
         assert source.given_bytes == 0
+
+
+async def test_a_write_whose_caller_is_cancelled_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 0)
+        begun, go_on, commit_now = asyncio.Event(), threading.Event(), store.recipes.file.commit
+        loop = asyncio.get_running_loop()
+
+        def slow(batch: RecipeBatch) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            go_on.wait(10)
+            commit_now(batch)
+
+        monkeypatch.setattr(store.recipes.file, "commit", slow)
+        first = asyncio.create_task(store.recipes.delete_all(space))
+        await begun.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.create_task(store.recipes.delete_all(space))
+        await asyncio.sleep(0.05)
+        go_on.set()
+        assert await second == 0, "it looked before the first had deleted what it had to"
+        assert store.recipes.holding(space).recipes == 0
+
+
+async def test_pages_lose_their_flag_before_their_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or they would be given up while it is being deleted."""
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        for number in range(8):
+            await put(store, space, (number,), b"v" * 16)
+        await store.recipes.flush(5)
+        file, flags = store.recipes.file, list[int]()
+        file.capacity, forget_now = file.usage().used, file.forget
+
+        def forget(gone: list[Aged]) -> None:
+            pages = space.tree.pages
+            flags.extend(int(pages.flags[pages.find_key(one.key)] & RECIPE) for one in gone)
+            forget_now(gone)
+
+        monkeypatch.setattr(file, "forget", forget)
+        await put(store, space, (99,), b"v" * 16)
+        await store.recipes.flush(5)
+        assert len(flags) == 8
+        assert not any(flags)
 
 
 async def test_samples_are_kept_where_drift_is_told(tmp_path: Path) -> None:
