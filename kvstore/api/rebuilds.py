@@ -96,7 +96,7 @@ async def _claim(context: Context, message: RebuildClaim, payload: bytes) -> Rep
         return Reply(FrameType.REBUILD_JOB, RebuildJob())
     job, extra_pages = work.job, sorted(work.extras)
     answer = RebuildJob(
-        job=job.id, namespace=work.space.id, put_id=job.put_id, first_page=job.first, last_page=job.last, lease_ms=message.lease_ms,
+        job=job.id, namespace=work.space.id, put_id=work.put_id, first_page=job.first, last_page=job.last, lease_ms=message.lease_ms,
         attempt=job.attempts, check=job.check, extra_pages=extra_pages,
         bodies=[(body.page, body.kind.name.lower(), len(body.body)) for body in work.bodies],
         runs=[PartRunMeta(first_page=run.first, pages=run.last - run.first, parts=part_list(run.parts)) for run in work.runs],
@@ -126,7 +126,7 @@ def give_recipes(context: Context, put: Put, message: PutStart) -> None:
             raise BadRequest(f"recipe_kind is {message.recipe_kind[:40]!r}, not text or reference")
         if not message.recipes:
             raise BadRequest("a put with a recipe_kind brings recipes: one for all its pages, or one a page")
-        context.store.recipes.source.give(put.space, put.keys, RecipeKind[message.recipe_kind.upper()], message.recipes)
+        context.store.recipes.source.give(put, RecipeKind[message.recipe_kind.upper()], message.recipes)
     except BaseException:
         context.store.abort_put(put)
         raise

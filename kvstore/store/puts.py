@@ -101,8 +101,8 @@ class Put:
         self._followed_rows: list[int] = []
         self._progress = asyncio.Event()
         self._error: KVStoreError | None = None
-        self.ended: Callable[[], None] | None = None
-        """Called once when the put ends, however it does."""
+        self.at_end: list[Callable[[], None]] = []
+        """Called once each when the put ends, however it does."""
 
     @property
     def anchor(self) -> bytes | None:
@@ -302,8 +302,8 @@ class Put:
         self.closed, self.committed = True, committed
         self.begun.set()
         self.settled.set()
-        if self.ended is not None:
-            self.ended()
+        for call in self.at_end:
+            call()
         self._tell_followers()
         if self._anchor is not None and not self.space.dropped:
             self.space.tree.unpin(self._anchor)

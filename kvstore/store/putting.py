@@ -221,7 +221,7 @@ class Puts:
             raise Cancelled(f"put {put.handle} has ended")
         tenant = put.space.settings.tenant
         self._quotas.start_put(tenant, nbytes)
-        put.ended = lambda: self._quotas.end(tenant, nbytes)
+        put.at_end.append(lambda: self._quotas.end(tenant, nbytes))
 
     def _check_size(self, put: Put, wanted: npt.NDArray[np.bool_]) -> int:
         """A put that can never fit is refused at once. Returns the bytes it takes in DRAM."""

@@ -54,6 +54,10 @@ class Job:
         """The page after the last."""
         return self.first + len(self.keys)
 
+    def has(self, put_id: bytes) -> bool:
+        """Whether the claim under this put id lasts: the job has not ended, and is not free or another worker's."""
+        return not self.ended and self.owner is not None and self.put_id == put_id
+
 
 class RebuildQueue:
     """All jobs of a daemon. `on_end` is told of each that ends, well or not, once."""
@@ -65,6 +69,7 @@ class RebuildQueue:
         self._checks: dict[tuple[int, int, bytes], Job] = {}
         self._ids = itertools.count(1)
         self._waiters = 0
+        self._checked_pages = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -97,7 +102,7 @@ class RebuildQueue:
             else:
                 fresh.append((first + at, keys[at - 1] if at else parent, [key]))
         pages = sum(len(run) for _, _, run in fresh)
-        if len(self._jobs) + len(fresh) > MAX_JOBS or len(self._by_page) + pages > MAX_PAGES:
+        if len(self._jobs) + len(fresh) > MAX_JOBS or not self._has_room(pages):
             raise Busy("too many pages wait to be computed again", retry_after_ms=1000)
         for start, above, run in fresh:
             job = self._add(Job(next(self._ids), number, tenant, start, above, run, check=False, kept_until=now + max(keep_s, LINGER_S)))
@@ -106,15 +111,19 @@ class RebuildQueue:
         return sorted(jobs.values(), key=lambda job: job.first)
 
     def want_check(self, number: int, tenant: str, first: int, parent: bytes, keys: Sequence[bytes], now: float) -> Job:
-        """The job that computes pages which are there once more, to compare them."""
+        """The job that computes pages which are there once more, to compare them. Raises Busy if there are too many."""
         name = (number, first, keys[-1])
         job = self._checks.get(name)
         if job is None:
-            if len(self._jobs) >= MAX_JOBS:
+            if len(self._jobs) >= MAX_JOBS or not self._has_room(len(keys)):
                 raise Busy("too many pages wait to be computed again", retry_after_ms=1000)
             job = self._add(Job(next(self._ids), number, tenant, first, parent, list(keys), check=True, kept_until=now + LINGER_S))
             self._checks[name] = job
+            self._checked_pages += len(keys)
         return job
+
+    def _has_room(self, pages: int) -> bool:
+        return len(self._by_page) + self._checked_pages + pages <= MAX_PAGES
 
     def _add(self, job: Job) -> Job:
         self._jobs[job.id] = job
@@ -154,11 +163,12 @@ class RebuildQueue:
                 best = job
         return best
 
-    def claim(self, job: Job, owner: int, now: float, lease_s: float) -> None:
-        """Give a job to a worker for `lease_s` seconds, under a put id of its own."""
+    def claim(self, job: Job, owner: int, now: float, lease_s: float) -> bytes:
+        """Give a job to a worker for `lease_s` seconds, under a put id of its own, which names this claim. Returns it."""
         job.owner, job.lease_until, job.claimed_at = owner, now + min(lease_s, MAX_LEASE_S), now
         job.put_id = secrets.token_bytes(16)
         job.attempts += 1
+        return job.put_id
 
     def put_back(self, job: Job) -> None:
         """A claim came to nothing before the worker had it: that was no attempt."""
@@ -211,7 +221,9 @@ class RebuildQueue:
         for key in job.keys:
             if self._by_page.get((job.number, key)) is job:
                 del self._by_page[job.number, key]
-        self._checks = {name: other for name, other in self._checks.items() if other is not job}
+        if job.check:
+            self._checked_pages -= len(job.keys)
+            self._checks = {name: other for name, other in self._checks.items() if other is not job}
         self._on_end(job)
 
     def release_owner(self, owner: int) -> list[Job]:

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from kvstore.drift import Drift
@@ -11,8 +12,8 @@ from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, Rebu
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
 from kvstore.store.comparing import Compared, RebuildReport, compare, sane
 from kvstore.store.gaps import Gap, find_gap, rebuildable_keys
-from kvstore.store.rebuild import Job, RebuildQueue
-from kvstore.store.rebuild_work import Work, chain, work_of
+from kvstore.store.rebuild import MAX_JOB_PAGES, MAX_PAGES, Job, RebuildQueue
+from kvstore.store.rebuild_work import Work, chain, stored_prefix, work_of
 from kvstore.store.recipe_source import Fresh, split_keys
 from kvstore.store.recipes import Recipes
 from kvstore.store.space import Space
@@ -33,6 +34,8 @@ MAX_WAITING_BYTES = 256 << 20
 """Of tokens of requests that wait."""
 _ROUNDS = 8
 """So often a request looks again what is missing, when what was computed for it has gone meanwhile."""
+_FIRST_STEP = 64
+"""Of pages before a job's that are gone as well, so many recipes are read at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +93,23 @@ class Rebuilding:
         """
         deadline = time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S)
         base_key, base_pages = space.tree.key_at(base), base.pages
-        if self._waiting_bytes + len(tokens) > MAX_WAITING_BYTES:
-            raise Busy("requests that wait for pages to be computed again hold too much memory", retry_after_ms=1000)
-        self._waiting_bytes += len(tokens)
-        try:
+        with self._waiting_with(tokens):
             for _ in range(_ROUNDS):
                 jobs = await self._want(space, tokens, extras, self._path(space, base_key, base_pages), strict=strict)
                 if not jobs or not await self._wait(jobs, deadline):
                     break
+        return self._progress(space, tokens, extras, self._path(space, base_key, base_pages))
+
+    @contextmanager
+    def _waiting_with(self, tokens: bytes) -> Iterator[None]:
+        """Somebody waits, and keeps these tokens meanwhile. Raises Busy if that is too much memory."""
+        if self._waiting_bytes + len(tokens) > MAX_WAITING_BYTES:
+            raise Busy("requests that wait for pages to be computed again hold too much memory", retry_after_ms=1000)
+        self._waiting_bytes += len(tokens)
+        try:
+            yield
         finally:
             self._waiting_bytes -= len(tokens)
-        return self._progress(space, tokens, extras, self._path(space, base_key, base_pages))
 
     @staticmethod
     def _path(space: Space, key: bytes, pages: int) -> Path:
@@ -199,19 +208,25 @@ class Rebuilding:
         return seconds
 
     async def check(self, space: Space, tokens: bytes, extras: Extras, first: int, wait_s: float) -> Progress:
-        """Have pages that are there, from page `first` on, computed once more and compared; wait `wait_s` at most."""
+        """Have pages that are there, from page `first` on, computed once more and compared; wait `wait_s` at most.
+
+        At most MAX_JOB_PAGES at a time: raises BadRequest for more.
+        """
         self._check(space)
         path = space.tree.match(as_token_bytes(tokens), extras)
         slots = space.tree.path_slots(path)
         usable = space.tree.rules.longest(space.tree.pages.components[slots]) if space.tree.rules.optional else path.pages
         if not 0 <= first < usable:
             raise NotFound(f"page {first} of this prefix is not in the store: there is nothing to compare with")
+        if usable - first > MAX_JOB_PAGES:
+            raise BadRequest(f"a check of {usable - first} pages: at most {MAX_JOB_PAGES} at a time; begin later, or give a shorter prefix")
         keys = [space.tree.pages.key_bytes(int(slot)) for slot in slots[first:usable]]
         parent = space.tree.pages.key_bytes(int(slots[first - 1])) if first else space.digest
-        job = self.queue.want_check(space.number, space.settings.tenant, first, parent, keys, time.monotonic())
-        self._spaces[space.number] = space
-        self._tell()
-        await self._wait([job], time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S))
+        with self._waiting_with(tokens):
+            job = self.queue.want_check(space.number, space.settings.tenant, first, parent, keys, time.monotonic())
+            self._spaces[space.number] = space
+            self._tell()
+            await self._wait([job], time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S))
         return Progress(usable, len(as_token_bytes(tokens)) // space.tree.pages.token_bytes, *self.jobs_of(space))
 
     # --- working -------------------------------------------------------------------------------------------------------
@@ -244,26 +259,31 @@ class Rebuilding:
     async def _prepared(self, job: Job, owner: int, lease_s: float) -> Work | None:
         """Claim a job and find out what it takes. None if it ended, or has to wait for another."""
         space = self._spaces[job.number]
-        self.queue.claim(job, owner, time.monotonic(), lease_s)
+        put_id = self.queue.claim(job, owner, time.monotonic(), lease_s)
         try:
-            found = await self._recipes_for(job, space)
+            found = await self._recipes_for(job, space, put_id)
+            if found is None or not job.has(put_id):
+                return None
+            work = await asyncio.to_thread(work_of, space, job, put_id, job.first, stored_prefix(space, job), found)
         except RebuildFailed as error:
-            self.queue.fail(job, error)
+            if job.has(put_id):
+                self.queue.fail(job, error)
             return None
         except BaseException:
-            if not job.ended:
+            if job.has(put_id):
                 self.queue.put_back(job)
                 self._tell()
             raise
-        if job.ended or found is None:
+        if not job.has(put_id):
             return None
         self._record(job, space, found)
-        return work_of(space, job, found)
+        return work
 
-    async def _recipes_for(self, job: Job, space: Space) -> list[Recipe] | None:
+    async def _recipes_for(self, job: Job, space: Space, put_id: bytes) -> list[Recipe] | None:
         """The recipes of a job's pages, after it was made to begin right after the longest usable prefix.
 
-        None if it is done already, or if pages before it are another job's. Raises RebuildFailed if a recipe is missing.
+        None if it is done already, if pages before it are another job's, or if the claim under `put_id` has ended meanwhile.
+        Raises RebuildFailed if a recipe is missing.
         """
         known: dict[bytes, Recipe] = {}
         if job.check:
@@ -271,13 +291,20 @@ class Rebuilding:
             if not self._whole(space, job):
                 raise RebuildFailed("pages that were to be compared are gone: have them computed again instead")
             return [known[key] for key in job.keys]
+        step = _FIRST_STEP
         while True:
             first, parent, keys = chain(self.queue, space, job, known)
-            lacking = [key for key in ([parent] if first < 0 else keys) if key not in known]
-            if not lacking:
+            if first < 0:
+                before = await self._recipes.upwards(space, parent, step)
+                if not before:
+                    raise _lacking(job.last - len(keys) - 1)
+                known.update((one.key, one) for one in before)
+                step = min(step * 4, MAX_PAGES)  # each time the chain is gone through from its start
+            elif lacking := [key for key in keys if key not in known]:
+                await self._read(space, lacking, first, known)
+            else:
                 break
-            await self._read(space, lacking, job.last - len(keys) - 1 if first < 0 else first, known)
-            if job.ended:
+            if not job.has(put_id):
                 return None
         if not keys:
             self._finish(job)
@@ -293,7 +320,7 @@ class Rebuilding:
     async def _read(self, space: Space, keys: list[bytes], first: int, known: dict[bytes, Recipe]) -> None:
         for at, recipe in enumerate(await self._recipes.read(space, keys)):
             if recipe is None:
-                raise RebuildFailed(f"page {first + at} of the prefix can't be computed again: its recipe is gone, or damaged")
+                raise _lacking(first + at)
             known[recipe.key] = recipe
 
     def _record(self, job: Job, space: Space, recipes: list[Recipe]) -> None:
@@ -452,6 +479,10 @@ class Rebuilding:
             self._stats.rebuild_failed_jobs += 1
             self._reports.setdefault(job.number, RebuildReport()).failed_jobs += 1
         self._tell()
+
+
+def _lacking(page: int) -> RebuildFailed:
+    return RebuildFailed(f"page {page} of the prefix can't be computed again: its recipe is gone, or damaged")
 
 
 def _compare_all(pairs: Sequence[tuple[Fresh, Recipe]]) -> list[Compared]:

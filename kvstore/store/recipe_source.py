@@ -11,6 +11,7 @@ from kvstore.drift import sample
 from kvstore.errors import BadRequest, Busy
 from kvstore.kvspec import PartRange
 from kvstore.radix.pages import Slots
+from kvstore.store.puts import Put
 from kvstore.store.space import Space
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.recipe import MAX_BODY, Recipe, RecipeKind, RecipePart
@@ -24,10 +25,11 @@ _GIVEN_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a client gave for a page in place of its token ids."""
+    """What a client gave for a page in place of its token ids, if it comes by the put id of its put."""
 
     kind: RecipeKind
     body: bytes
+    put_id: bytes
     until: float
 
 
@@ -46,31 +48,51 @@ class RecipeSource:
         self._view = view
         self._now = now
         self._given: dict[tuple[int, bytes], Given] = {}
-        self._given_bytes = 0
+        self.given_bytes = 0
+        """Held of what was given, with puts under way and for pages whose recipe is to be written."""
 
-    def give(self, space: Space, keys: bytes, kind: RecipeKind, bodies: Sequence[bytes]) -> None:
-        """What a client gives for pages that it is putting, in place of token ids: one body for all, or one a page."""
-        pages, until = len(keys) // KEY_BYTES, time.monotonic() + _GIVEN_S
-        if not space.settings.recipes:
+    def give(self, put: Put, kind: RecipeKind, bodies: Sequence[bytes]) -> None:
+        """What a client gives for the pages of a put in place of token ids: one body for all, or one a page.
+
+        It counts once the put is committed, and is void if that ends otherwise.
+        """
+        pages = len(put.keys) // KEY_BYTES
+        if not put.space.settings.recipes:
             raise BadRequest("this namespace keeps no recipes: create it with recipes = on")
         if len(bodies) not in (1, pages) or max(map(len, bodies)) > MAX_BODY:
             raise BadRequest(f"{len(bodies)} recipes for {pages} pages: give one for all or one a page, of at most {MAX_BODY} bytes each")
+        if put.closed:
+            return
         nbytes = pages * _GIVEN_BYTES + sum(map(len, bodies)) * (pages if len(bodies) == 1 else 1)
-        if self._given_bytes + nbytes > _MAX_GIVEN_BYTES:
+        if self.given_bytes + nbytes > _MAX_GIVEN_BYTES:
             for name in [name for name, given in self._given.items() if given.until < time.monotonic()]:
                 self.forget_given(name)
-        if self._given_bytes + nbytes > _MAX_GIVEN_BYTES:
+        if self.given_bytes + nbytes > _MAX_GIVEN_BYTES:
             raise Busy("too many recipes are given for pages that are still being put", retry_after_ms=1000)
-        for page in range(pages):
-            key = keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]
-            self.forget_given((space.number, key))
-            self._given[space.number, key] = given = Given(kind, bodies[page if len(bodies) > 1 else 0], until)
-            self._given_bytes += _GIVEN_BYTES + len(given.body)
+        self.given_bytes += nbytes
+
+        def ended() -> None:
+            self.given_bytes -= nbytes
+            if put.committed and not put.space.dropped:
+                self._keep(put, kind, bodies)
+
+        put.at_end.append(ended)
+
+    def _keep(self, put: Put, kind: RecipeKind, bodies: Sequence[bytes]) -> None:
+        """Keep what was given with a put that is committed, of pages that are not there by another."""
+        tree, put_id, until = put.space.tree, put.request.put_id, time.monotonic() + _GIVEN_S
+        for page, key in enumerate(split_keys(put.keys)):
+            slot = tree.pages.find_key(key)
+            if slot >= 0 and tree.version_of(slot) != put_id:
+                continue
+            self.forget_given((put.space.number, key))
+            self._given[put.space.number, key] = given = Given(kind, bodies[page if len(bodies) > 1 else 0], put_id, until)
+            self.given_bytes += _GIVEN_BYTES + len(given.body)
 
     def forget_given(self, name: tuple[int, bytes]) -> None:
         """What was given for a page is on disk now, or void."""
         if (given := self._given.pop(name, None)) is not None:
-            self._given_bytes -= _GIVEN_BYTES + len(given.body)
+            self.given_bytes -= _GIVEN_BYTES + len(given.body)
 
     def of_pages(self, space: Space, keys: bytes) -> list[Fresh]:
         """The recipes of those of some consecutive pages that are in the tree."""
@@ -94,7 +116,10 @@ class RecipeSource:
                 parent = key
                 continue
             given = self._given.get((space.number, key))
-            kind, body = (given.kind, given.body) if given else (RecipeKind.TOKENS, tree.pages.tokens[slot].tobytes())
+            if given is not None and given.put_id == tree.version_of(slot) and given.until >= time.monotonic():
+                kind, body = given.kind, given.body
+            else:
+                kind, body = RecipeKind.TOKENS, tree.pages.tokens[slot].tobytes()
             recipe = Recipe(
                 key, parent, depth, kind, body, tree.pages.extras[slot].tobytes(), tree.version_of(slot), written_ms, tuple(parts[number])
             )

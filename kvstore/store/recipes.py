@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -75,6 +75,8 @@ class Recipes:
         self._barriers: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
         self._lock = asyncio.Lock()
+        self._left: asyncio.Future[Any] | None = None
+        """A write whose caller was cancelled, and which may go on."""
         self._failing = ""
         self._stopped = False
         self._damaged = False
@@ -122,7 +124,7 @@ class Recipes:
 
     async def _turn(self) -> None:
         try:
-            async with self._lock:
+            async with self._alone():
                 await self._drain_mending()
                 if self._ttl_s and time.monotonic() >= self._age_due:
                     self._age_due = time.monotonic() + _AGE_TURN_S
@@ -236,10 +238,27 @@ class Recipes:
             while self._queue:
                 await self._write_some()
 
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Nobody else writes, nor does a write go on whose caller was cancelled."""
+        async with self._lock:
+            if self._left is not None:
+                await asyncio.wait([self._left])
+                self._left = None
+            yield
+
     async def _in_writer(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a write to its end, whoever is cancelled meanwhile."""
+        """Run a write to its end. If the caller is cancelled it goes on, and who is `_alone` next waits for it.
+
+        The caller does not: a write that never ends would keep the daemon from stopping.
+        """
         work = asyncio.get_running_loop().run_in_executor(self._writer, call, *arguments)
-        await asyncio.wait([work])
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._left = work
+            raise
         return work.result()
 
     async def _look(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -267,11 +286,8 @@ class Recipes:
             if not dead and number < _ROUNDS:
                 await self._in_writer(self.file.restamp, live, int(self._now() * 1000))
                 continue
-            gone = dead or live
-            await self._in_writer(self.file.forget, gone)
-            self._stats.recipes_evicted += len(gone)
-            if not dead:
-                self._unflag(gone)
+            await self._in_writer(self.file.forget, dead) if dead else await self._forget_live(live)
+            self._stats.recipes_evicted += len(dead or live)
 
     async def expire(self) -> None:
         """Let recipes go that were written too long ago, but not of pages that are there: theirs count as written anew."""
@@ -294,12 +310,19 @@ class Recipes:
             (live if there else dead).append(one)
         return live, dead
 
-    def _unflag(self, gone: list[Aged]) -> None:
+    async def _forget_live(self, gone: list[Aged]) -> None:
+        """Let recipes of pages that are there go. No page may be given up from the first moment on: their flags go before."""
         spaces = {space.number: space for space in self._spaces()}
         for one in gone:
             space = spaces.get(one.number)
             if space is not None and (slot := space.tree.pages.find_key(one.key)) >= 0:
                 space.tree.pages.flags[slot] &= ~np.uint8(RECIPE)
+        try:
+            await self._in_writer(self.file.forget, gone)
+        except BaseException:
+            for number in {one.number for one in gone} & spaces.keys():
+                self.look_through(spaces[number])  # they may still be there
+            raise
 
     # --- looking up ----------------------------------------------------------------------------------------------------
 
@@ -347,6 +370,10 @@ class Recipes:
         """Recipes by page key."""
         return await self._look(self.file.read, space.number, space.digest, keys)
 
+    async def upwards(self, space: Space, key: bytes, limit: int) -> list[Recipe]:
+        """The recipes of a page and of those before it, from it towards the root: up to the first that is lacking, at most `limit`."""
+        return await self._look(self.file.upwards, space.number, space.digest, key, limit)
+
     async def key_at(self, space: Space, tokens: bytes, extras: Extras, page: int) -> bytes | None:
         """The key of a page of a prefix, whether it is there or not; None if the prefix is shorter."""
         return await self._look(_key_at, space, as_token_bytes(tokens), extras, page)
@@ -359,7 +386,7 @@ class Recipes:
 
     async def delete(self, space: Space, key: bytes) -> int:
         """Delete the recipes of a page and of all below it, durably. Pages that are there keep theirs. Returns how many."""
-        async with self._lock:
+        async with self._alone():
             with contextlib.suppress(lmdb.Error, OSError):
                 await self._drain()
             keys = await self._look(self.file.below, space.number, key)
@@ -369,7 +396,7 @@ class Recipes:
     async def delete_all(self, space: Space) -> int:
         """Delete the recipes of all pages of a namespace that are not there, durably. Returns how many."""
         done, after = 0, None
-        async with self._lock:
+        async with self._alone():
             while True:
                 keys, after = await self._look(self.file.keys, space.number, after)
                 done += await self._delete(space, [key for key in keys if space.tree.pages.find_key(key) < 0])
@@ -387,7 +414,7 @@ class Recipes:
 
     async def drop_namespace(self, space: Space) -> None:
         """Delete all recipes of a dropped namespace, durably."""
-        async with self._lock:
+        async with self._alone():
             if space.number in self.file.holdings:
                 try:
                     await self._in_writer(self.file.drop_namespace, space.number)
@@ -396,7 +423,7 @@ class Recipes:
 
     async def sweep(self, known: set[int]) -> None:
         """Delete the recipes of namespaces that are no more: what a crash while one was dropped leaves."""
-        async with self._lock:
+        async with self._alone():
             for number in await self._in_writer(self.file.numbers):
                 if number not in known:
                     await self._in_writer(self.file.drop_namespace, number)
@@ -404,7 +431,7 @@ class Recipes:
     async def stop(self, wait_s: float) -> bool:
         """Write what is queued, within a time, and close. False if a write does not end: its thread is left behind."""
         try:
-            async with asyncio.timeout(wait_s), self._lock:
+            async with asyncio.timeout(wait_s), self._alone():
                 await self._drain()
                 await self._in_writer(bool)
         except TimeoutError:

@@ -126,6 +126,18 @@ class RecipeFile:
             values = [(key, txn.get(_recipe_key(number, key))) for key in keys]
         return [None if value is None else decode_recipe(namespace_digest, key, value[_STAMP:]) for key, value in values]
 
+    def upwards(self, number: int, namespace_digest: bytes, key: bytes, limit: int) -> list[Recipe]:
+        """The recipes of a page and of those before it, from it towards the root: up to the first that is lacking, at most `limit`."""
+        found: list[Recipe] = []
+        with self._gate.shared(), self._env.begin() as txn:
+            while len(found) < limit and (value := txn.get(_recipe_key(number, key))) is not None:
+                recipe = decode_recipe(namespace_digest, key, value[_STAMP:])
+                if recipe is None:
+                    break
+                found.append(recipe)
+                key = recipe.parent
+        return found
+
     def have(self, number: int, namespace_digest: bytes, keys: Iterable[bytes]) -> list[bool]:
         """Which pages have a recipe that verifies."""
         with self._gate.shared(), self._env.begin() as txn:

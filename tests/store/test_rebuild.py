@@ -142,6 +142,18 @@ def test_bounds(queue: RebuildQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     assert job.waiters == 2
 
 
+def test_pages_of_checks_count(queue: RebuildQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebuild, "MAX_PAGES", 10)
+    check = queue.want_check(1, "t", 0, ROOT, keys(*range(6)), 0.0)
+    with pytest.raises(Busy):
+        want(queue, 0, *range(100, 105))
+    with pytest.raises(Busy):
+        queue.want_check(1, "t", 1, ROOT, keys(*range(1, 6)), 0.0)
+    assert queue.want_check(1, "t", 0, ROOT, keys(*range(6)), 0.0) is check
+    queue.done(check)
+    want(queue, 0, *range(100, 110))
+
+
 def test_checks_are_apart(queue: RebuildQueue) -> None:
     check = queue.want_check(1, "t", 0, ROOT, keys("a", "b"), 0.0)
     assert queue.want_check(1, "t", 0, ROOT, keys("a", "b"), 0.0) is check

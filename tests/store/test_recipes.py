@@ -1,6 +1,7 @@
 """The text tier in a whole store: recipes come with puts, outlive pages and restarts, and nothing is discarded that lacks one."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,19 @@ import numpy as np
 import pytest
 from blockbuster import BlockBuster
 
-from kvstore.digests import NO_EXTRA, page_key
+from kvstore.digests import NO_EXTRA, page_key, slice_digest
 from kvstore.errors import BadRequest, Busy, Conflict, NoSpace
+from kvstore.kvspec import PartRange
 from kvstore.radix.pages import RECIPE
-from kvstore.store import Ack, Clock, NamespaceSettings, Space, Store
+from kvstore.store import Ack, Clock, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.check import check, check_recipes_there
 from kvstore.store.check_running import check_running
 from kvstore.store.check_stopped import check_stopped
+from kvstore.store.puts import Put
 from kvstore.store.verify import CheckReport
 from kvstore.tiers.recipe import Recipe, RecipeKind
-from kvstore.tiers.text import RecipeBatch
-from tests.store.test_store import PAGE_TOKENS, SPEC, Prefix, config, page_bytes, put, read, settings_named, tokens_of
+from kvstore.tiers.text import Aged, RecipeBatch
+from tests.store.test_store import PAGE_TOKENS, PARTS, SPEC, Prefix, config, page_bytes, put, read, settings_named, tokens_of
 
 
 def keys_of(space: Space, prefix: Prefix) -> list[bytes]:
@@ -363,25 +366,116 @@ async def test_what_may_not_be_discarded_is_passed_over(tmp_path: Path) -> None:
         check(store)
 
 
+def send(under_way: Put) -> None:
+    """All that a put wants: zeros."""
+    for page, part in under_way.wanted_cells():
+        for index, size in enumerate(SPEC.slice_layout(under_way.request.ranges[part]).sizes):
+            view, _ = under_way.locate(page, part, index, size, 1)
+            view[:] = bytes(size)
+            under_way.received(page, part, index, [slice_digest(view)], slice_digest(view))
+
+
+async def begun(store: Store, space: Space, prefix: Prefix, put_id: bytes, parts: tuple[PartRange, ...] = PARTS) -> Put:
+    return await store.begin_put(1, space, PutRequest(put_id, tokens_of(prefix), {}, 0, parts, Ack.MEMORY))
+
+
+async def bodies_of(store: Store, space: Space, prefix: Prefix) -> list[tuple[RecipeKind, bytes]]:
+    return [(recipe.kind, recipe.body) for recipe in await recipes_of(store, space, prefix) if recipe is not None]
+
+
 async def test_what_a_client_gives_in_place_of_tokens(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named(recipes=True))
-        keys = b"".join(keys_of(space, (1, 2, 3)))
+        source, under_way = store.recipes.source, await begun(store, space, (1, 2, 3), b"v" * 16)
         with pytest.raises(BadRequest, match="2 recipes for 3 pages"):
-            store.recipes.source.give(space, keys, RecipeKind.TEXT, [b"a", b"b"])
+            source.give(under_way, RecipeKind.TEXT, [b"a", b"b"])
         with pytest.raises(BadRequest, match="4096"):
-            store.recipes.source.give(space, keys, RecipeKind.TEXT, [bytes(5000)])
-        store.recipes.source.give(space, keys, RecipeKind.TEXT, [b"once", b"upon", b"a time"])
-        await put(store, space, (1, 2, 3), b"v" * 16)
-        assert [(r.kind, r.body) for r in await recipes_of(store, space, (1, 2, 3)) if r is not None] == [
-            (RecipeKind.TEXT, b"once"),
-            (RecipeKind.TEXT, b"upon"),
-            (RecipeKind.TEXT, b"a time"),
-        ]
+            source.give(under_way, RecipeKind.TEXT, [bytes(5000)])
+        source.give(under_way, RecipeKind.TEXT, [b"once", b"upon", b"a time"])
+        send(under_way)
+        await store.commit_put(under_way)
+        text = RecipeKind.TEXT
+        assert await bodies_of(store, space, (1, 2, 3)) == [(text, b"once"), (text, b"upon"), (text, b"a time")]
         await put(store, space, (4,), b"v" * 16)
-        (own,) = await recipes_of(store, space, (4,))
-        assert own is not None
-        assert own.kind is RecipeKind.TOKENS
+        assert await bodies_of(store, space, (4,)) == [(RecipeKind.TOKENS, tokens_of((4,)))]
+        shard = await begun(store, space, (5,), b"s" * 16, PARTS[:1])
+        source.give(shard, RecipeKind.TEXT, [b"of one shard"])
+        send(shard)
+        await store.commit_put(shard)
+        send(rest := await begun(store, space, (5,), b"s" * 16, PARTS[1:]))
+        await store.commit_put(rest)
+        assert await bodies_of(store, space, (5,)) == [(text, b"of one shard")]
+        assert source.given_bytes == 0
+
+
+async def test_what_was_given_is_for_no_other_put(tmp_path: Path) -> None:
+    """Neither if its own was aborted, nor if another's page came first, nor if its own never became whole."""
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        source = store.recipes.source
+        aborted = await begun(store, space, (1,), b"a" * 16)
+        source.give(aborted, RecipeKind.REFERENCE, [b"only a knows"])
+        store.abort_put(aborted)
+        assert source.given_bytes == 0
+        late = await begun(store, space, (2,), b"a" * 16)
+        source.give(late, RecipeKind.REFERENCE, [b"only a knows"])
+        half = await begun(store, space, (3,), b"a" * 16, PARTS[:1])
+        source.give(half, RecipeKind.REFERENCE, [b"only a knows"])
+        send(half)
+        await store.commit_put(half)
+        for number in (1, 2, 3):
+            await put(store, space, (number,), b"b" * 16)
+            assert await bodies_of(store, space, (number,)) == [(RecipeKind.TOKENS, tokens_of((number,)))]
+        send(late)
+        await store.commit_put(late)
+        assert source.given_bytes == 0
+
+
+async def test_a_write_whose_caller_is_cancelled_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        await put(store, space, (1, 2, 3), b"v" * 16)
+        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 0)
+        begun, go_on, commit_now = asyncio.Event(), threading.Event(), store.recipes.file.commit
+        loop = asyncio.get_running_loop()
+
+        def slow(batch: RecipeBatch) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            go_on.wait(10)
+            commit_now(batch)
+
+        monkeypatch.setattr(store.recipes.file, "commit", slow)
+        first = asyncio.create_task(store.recipes.delete_all(space))
+        await begun.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.create_task(store.recipes.delete_all(space))
+        await asyncio.sleep(0.05)
+        go_on.set()
+        assert await second == 0, "it looked before the first had deleted what it had to"
+        assert store.recipes.holding(space).recipes == 0
+
+
+async def test_pages_lose_their_flag_before_their_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or they would be given up while it is being deleted."""
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        for number in range(8):
+            await put(store, space, (number,), b"v" * 16)
+        await store.recipes.flush(5)
+        file, flags = store.recipes.file, list[int]()
+        file.capacity, forget_now = file.usage().used, file.forget
+
+        def forget(gone: list[Aged]) -> None:
+            pages = space.tree.pages
+            flags.extend(int(pages.flags[pages.find_key(one.key)] & RECIPE) for one in gone)
+            forget_now(gone)
+
+        monkeypatch.setattr(file, "forget", forget)
+        await put(store, space, (99,), b"v" * 16)
+        await store.recipes.flush(5)
+        assert len(flags) == 8
+        assert not any(flags)
 
 
 async def test_samples_are_kept_where_drift_is_told(tmp_path: Path) -> None:
