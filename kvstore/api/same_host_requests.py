@@ -12,6 +12,7 @@ from kvstore.api.wire.messages import Empty, Message
 from kvstore.api.wire.same_host import (
     COPY_BYTES,
     MAX_COPIES,
+    MAX_LOCATED,
     MAX_SEGMENTS,
     Buffer,
     Buffered,
@@ -55,6 +56,8 @@ def _segments(context: Context, message: SegmentsRequest, payload: bytes) -> Rep
 
 async def _locate(context: Context, message: Locate, payload: bytes) -> Reply:
     _peer(context)
+    if message.blobs > MAX_LOCATED:
+        raise BadRequest(f"the places of {message.blobs} blobs asked for at once: the limit is {MAX_LOCATED}")
     if not message.blobs > 0 or len(payload) != message.blobs * DIGEST_BYTES:
         raise BadRequest(f"the places of {message.blobs} blobs, asked for with {len(payload)} bytes of ids")
     store, space = context.store, context.store.space(context.session.tenant, message.namespace)

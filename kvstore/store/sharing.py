@@ -85,10 +85,11 @@ class Sharing:
 
     async def locate(self, space: Space, rows: list[int]) -> bytes:
         """As `places`, once those on SSD have been brought up, as far as there is room."""
-        for row in rows:
+        distinct = dict.fromkeys(rows)
+        for row in distinct:
             space.pin(row)
         try:
-            absent = [row for row in dict.fromkeys(rows) if space.blobs.slot[row] == NO_SLOT]
+            absent = [row for row in distinct if space.blobs.slot[row] == NO_SLOT]
             for at in range(0, len(absent), _AT_ONCE):
                 chunk = absent[at : at + _AT_ONCE]
                 results = await asyncio.gather(*(self._residency.promote(space, row) for row in chunk), return_exceptions=True)
@@ -100,5 +101,5 @@ class Sharing:
                     break
             return self.places(space, np.array(rows, np.int32))
         finally:
-            for row in rows:
+            for row in distinct:
                 space.unpin(row)

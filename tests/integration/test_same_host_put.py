@@ -15,7 +15,7 @@ import pytest
 from kvstore.api.wire import FrameType, encode, pack, slice_digest
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutReady, PutStart
-from kvstore.api.wire.same_host import Buffer, Buffered, CopiedPart, Copy, pack_copies
+from kvstore.api.wire.same_host import MAX_LOCATED, Buffer, Buffered, CopiedPart, Copy, Locate, Places, pack_copies, unpack_places
 from kvstore_client import (
     AsyncClient,
     BadDigest,
@@ -335,6 +335,17 @@ async def test_a_view_shows_what_was_put(client: AsyncClient, namespace: Namespa
     assert view.valid
     await asyncio.sleep(0.3)
     assert not view.valid, "a lease that is over by the clock"
+
+
+async def test_only_so_many_blobs_are_located_at_once(client: AsyncClient, namespace: Namespace) -> None:
+    await namespace.put(tokens(85, 1), random_pages(85, 1))
+    async with await namespace.match(tokens(85, 1)) as match:
+        connection, (_, _, blob) = client.same_host.now, next(match.parts())
+        assert connection is not None
+        _, places = await connection.call(FrameType.LOCATE, Locate(namespace=namespace.id, blobs=MAX_LOCATED), Places, blob * MAX_LOCATED)
+        assert unpack_places(places) == [match.places()[blob]] * MAX_LOCATED
+        with pytest.raises(BadRequest, match="at once"):
+            await connection.call(FrameType.LOCATE, Locate(namespace=namespace.id, blobs=MAX_LOCATED + 1), Places, blob * (MAX_LOCATED + 1))
 
 
 async def test_a_view_of_what_is_dropped_is_not_valid(client: AsyncClient) -> None:
