@@ -1,7 +1,9 @@
 """Puts out of a client's memory, and views of the daemon's."""
 
 import asyncio
+import errno
 import os
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -152,6 +154,49 @@ def test_the_blocking_client(daemon: DaemonProcess) -> None:
         namespace.drop()
     assert copied(daemon) == before + 2 * SPEC.page_bytes
     assert sent_bytes(daemon) == sent
+
+
+async def test_a_put_that_is_given_up_before_the_daemon_has_read_of_it_is_not_left_open(tmp_path: Path) -> None:
+    """Its PUT and its ABORT lie in sockets when the daemon goes on: it reads them in order only if that is the same one."""
+    with DaemonProcess(tmp_path / "data", "--dram", "64MiB", "--ssd", "64MiB") as stopped:
+        async with AsyncClient(stopped.endpoint, timeout=20) as client:
+            namespace = await client.namespace("near", "rev-1", SPEC)
+            await namespace.put(tokens(1, 1), random_pages(1, 1))
+            assert client.same_host.now is not None
+            for seed in range(2, 8):
+                stopped.send_signal(signal.SIGSTOP)
+                try:
+                    put = asyncio.create_task(namespace.put(tokens(seed, 1), random_pages(seed, 1)))
+                    await asyncio.sleep(0.1)
+                    put.cancel()
+                    await asyncio.sleep(0.1)
+                finally:
+                    stopped.send_signal(signal.SIGCONT)
+                with pytest.raises(asyncio.CancelledError):
+                    await put
+                await client.ping()
+            async with asyncio.timeout(5):
+                while (await asyncio.to_thread(stat, stopped.http))["puts_open"]:
+                    await asyncio.sleep(0.05)
+
+
+async def test_without_memory_for_a_stage_puts_are_sent(
+    daemon: DaemonProcess, client: AsyncClient, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = copied(daemon)
+
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "memfd_create", none_left)
+        for seed in range(500, 506):  # more often than there are stages
+            await namespace.put(tokens(seed, 1), random_pages(seed, 1))
+    assert copied(daemon) == before
+    await namespace.put(tokens(506, 1), random_pages(506, 1))
+    assert copied(daemon) == before + SPEC.page_bytes, "it is tried again"
+    assert stat(daemon.http)["puts_open"] == 0
+    assert np.array_equal(await fetched(namespace, 500, 1), random_pages(500, 1))
 
 
 # --- puts that lie -------------------------------------------------------------------------------------------------------
