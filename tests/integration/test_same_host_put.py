@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvstore.api.same_host import SameHost, SameHostPeer
 from kvstore.api.wire import FrameType, encode, pack, slice_digest
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutReady, PutStart
@@ -22,6 +23,7 @@ from kvstore_client import (
     AsyncClient,
     BadDigest,
     BadRequest,
+    Busy,
     Client,
     Component,
     Conflict,
@@ -32,6 +34,7 @@ from kvstore_client import (
     PartRange,
     Unsupported,
 )
+from kvstore_client.buffers import SharedBuffer
 from kvstore_client.connection import Connection
 from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
@@ -330,6 +333,51 @@ async def test_only_memfds_are_taken(daemon: DaemonProcess, namespace: Namespace
     left.close()
     right.close()
     await asyncio.to_thread(wait_for_baseline, daemon, before)
+
+
+async def test_lent_buffers_are_bounded_and_one_descriptor_each(daemon: DaemonProcess) -> None:
+    before = await asyncio.to_thread(Held.by, daemon)
+    buffer = SharedBuffer(4096)
+    connections = [await Connection.open(daemon.unix_endpoint, descriptors=True) for _ in range(17)]
+    lent = Buffer(nbytes=4096)
+    for connection in connections[:16]:
+        for _ in range(64):
+            await connection.call_with(FrameType.BUFFER, lent, Buffered, buffer.descriptor)
+    with pytest.raises(Busy):
+        await connections[16].call_with(FrameType.BUFFER, lent, Buffered, buffer.descriptor)
+    held = await asyncio.to_thread(Held.by, daemon)
+    assert held.descriptors - before.descriptors <= 1024 + 17 + 1  # the refused one may be still to be closed
+    for connection in connections:
+        await connection.close()
+    buffer.close()
+    await asyncio.to_thread(wait_for_baseline, daemon, before)
+
+
+async def test_buffers_are_let_go_of_in_a_thread() -> None:
+    """It takes seconds for gigabytes, if their client is gone."""
+    theirs, ours = socket.socketpair(socket.AF_UNIX)
+    theirs.setblocking(False)
+    ours.setblocking(False)
+    sender, channel, host = DescriptorChannel(theirs, 1), DescriptorChannel(ours, 1), SameHost()
+    peer = SameHostPeer(channel, host)
+    buffer = SharedBuffer(4096)
+    await sender.send_with(encode(FrameType.PING, 0, pack(Empty())), [buffer.descriptor])
+    await channel.read_header()
+    peer.add_buffer(4096)
+    go_on = threading.Event()
+    for _ in range(2):
+        host.copiers.submit(go_on.wait)
+    peer.close()
+    assert host.buffers == 1
+    go_on.set()
+    async with asyncio.timeout(5):
+        while host.buffers:
+            await asyncio.sleep(0.01)
+    assert host.lent == 0
+    host.close()
+    buffer.close()
+    sender.close()
+    channel.close()
 
 
 async def test_descriptors_that_nobody_asked_for_end_the_connection(daemon: DaemonProcess) -> None:
