@@ -114,12 +114,19 @@ class Buffers:
         return None
 
     async def stage(self, nbytes: int, *, within: Place | None) -> Place:
-        """Room for the next batch, when there is some: in what the data lie in, or on a stage. Follow with `unstage`."""
+        """Room for the next batch, when there is some: in what the data lie in, or on a stage. Follow with `unstage`.
+
+        Raises OSError if no stage can be made.
+        """
         await self._depth.acquire()
         if within is not None:
             return within
         if self._staging is None:
-            self._staging = SharedBuffer(_STAGES * STAGE_BYTES)
+            try:
+                self._staging = SharedBuffer(_STAGES * STAGE_BYTES)
+            except BaseException:
+                self._depth.release()
+                raise
             for stage in range(_STAGES):
                 self._free.put_nowait(stage)
         assert nbytes <= STAGE_BYTES

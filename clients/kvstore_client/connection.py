@@ -168,6 +168,8 @@ class Connection:
             async with self._write_lock:
                 try:
                     await self._channel.send_with(encode(frame_type, number, pack(message)), [descriptor])
+                except Busy:  # nothing of it was sent
+                    raise
                 except BaseException as error:
                     self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
                     raise

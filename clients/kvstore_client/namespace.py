@@ -391,6 +391,7 @@ class Namespace(TextCalls):
         pool, parts, whole_ms = self.client.pool, [PartRange(*p) for p in message.parts], milliseconds(whole_s)
         if message.handle:
             handle = message.handle
+            connection = near or await pool.connection(0)
             wanted = [(part, *span) for part, span in enumerate(message.spans or [(layout.first_page, layout.total)] * len(parts))]
         else:
             connection = await pool.connection(0)
@@ -402,13 +403,13 @@ class Namespace(TextCalls):
             if message.handle and near is not None:
                 return await put_near_at_once(self.client, near, message, payload, frames, data, commit, progress)
             if message.handle:
-                return await put_at_once(pool, message, payload, frames, data, commit, progress)
+                return await put_at_once(connection, message, payload, frames, data, commit, progress)
             if near is not None and (done := await put_near(self.client, near, commit, frames, data, progress)) is not None:
                 return done
             await send_striped(pool, handle, frames, data, progress)
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
-        except asyncio.CancelledError:
-            await asyncio.shield(abort_put(pool, handle))
+        except BaseException:  # whatever it was: the put must not stay open, with its slots
+            await asyncio.shield(abort_put(pool, handle, connection))
             raise
         return committed
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.api.wire import BadRequest, Busy, ConnectionLost, Forbidden, FrameType, slice_digest
+from kvstore.api.wire import BadRequest, Busy, Forbidden, FrameType, slice_digest
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutStart
 from kvstore.api.wire.same_host import CopiedPart, Copy, pack_copies
 from kvstore_client.buffers import Place
 from kvstore_client.connection import Connection
 from kvstore_client.put_layout import SliceFrame
-from kvstore_client.transfer import Progress, abort_put
+from kvstore_client.transfer import Progress
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -43,10 +43,7 @@ async def put_near(
     near = _NearPut(client, connection, commit, data, sum(frame.nbytes for frame in frames), progress)
     try:
         return await near.run(frames)
-    except ConnectionLost:  # only this one, perhaps: then the session lives on, and the put with it
-        await asyncio.shield(abort_put(client.pool, commit.handle))
-        raise
-    except (Busy, BadRequest, Forbidden):
+    except (Busy, BadRequest, Forbidden, OSError):  # also if no stage can be made here: no descriptors, no memory
         if near.begun:
             raise
         return None
@@ -60,7 +57,6 @@ async def put_near_at_once(
     async with connection.unanswered(FrameType.PUT, start, payload):
         committed = await put_near(client, connection, commit, frames, data, progress)
     if committed is None:
-        await abort_put(client.pool, start.handle)
         raise Busy("the daemon takes no buffer now: it is to be sent", retry_after_ms=1)
     return committed
 

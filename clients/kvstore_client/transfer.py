@@ -7,6 +7,7 @@ from typing import Any
 
 from kvstore.api.wire import MAX_BULK_PAYLOAD, ConnectionLost, FrameType, NotFound
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutStart
+from kvstore_client.connection import Connection
 from kvstore_client.plan import FetchPlan, Stripe
 from kvstore_client.pool import Pool
 from kvstore_client.put_layout import SliceFrame
@@ -73,11 +74,10 @@ async def send_striped(pool: Pool, handle: int, frames: Sequence[SliceFrame], da
 
 
 async def put_at_once(
-    pool: Pool, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame], data: memoryview, commit: Commit,
+    connection: Connection, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame], data: memoryview, commit: Commit,
     progress: Progress | None = None,
 ) -> Committed:  # fmt: skip
     """Put a little without asking what is wanted of it: one journey to the daemon and back, on one connection."""
-    connection = await pool.connection(0)
     total, sent = sum(frame.nbytes for frame in frames), 0
     async with connection.unanswered(FrameType.PUT, start, payload):
         for frame in frames:
@@ -90,11 +90,14 @@ async def put_at_once(
     return committed
 
 
-async def abort_put(pool: Pool, handle: int) -> None:
-    """Tell the daemon that a put will not be committed, if it can be reached."""
+async def abort_put(pool: Pool, handle: int, carrier: Connection | None = None) -> None:
+    """Tell the daemon that a put will not be committed, if it can be reached.
+
+    `carrier` is the connection that its PUT went over: on another one this could get there before the PUT, which then stays open.
+    """
     try:
         async with asyncio.timeout(1):
-            connection = await pool.connection(0)
+            connection = carrier if carrier is not None and carrier.lost is None else await pool.connection(0)
             await connection.call(FrameType.ABORT, PutHandle(handle=handle), Empty)
     except (ConnectionLost, NotFound, TimeoutError):
         pass  # then the daemon ends it with the session, or by its own time limit

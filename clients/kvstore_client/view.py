@@ -7,15 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.api.wire import BadRequest, FrameType, NotFound, PartRange, Unsupported
-from kvstore.api.wire.same_host import Locate, Place, Places, unpack_places
+from kvstore.api.wire.same_host import MAX_LOCATED, Locate, Place, Places, unpack_places
 from kvstore_client.near import NearBlob
 from kvstore_client.plan import Item, page_items, page_parts
 
 if TYPE_CHECKING:
     from kvstore_client.namespace import Match
-
-_AT_ONCE = 4096
-"""Blobs located by one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +110,8 @@ async def _locate(match: "Match", blobs: list[bytes]) -> dict[bytes, Place | Non
     names = list(dict.fromkeys(blobs))
     found: dict[bytes, Place | None] = {}
     connection = match.namespace.client.same_host.now
-    for first in range(0, len(names), _AT_ONCE):
-        chunk = names[first : first + _AT_ONCE]
+    for first in range(0, len(names), MAX_LOCATED):
+        chunk = names[first : first + MAX_LOCATED]
         if connection is None:
             break
         _, places = await connection.call(FrameType.LOCATE, Locate(namespace=match.namespace.id, blobs=len(chunk)), Places, b"".join(chunk))

@@ -26,7 +26,7 @@ from kvstore.api.streaming import receive_slices, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
-from kvstore.errors import Cancelled, ConnectionLost, Forbidden, KVStoreError, ProtocolError, Unauthenticated, VersionMismatch
+from kvstore.errors import Busy, Cancelled, ConnectionLost, Forbidden, KVStoreError, ProtocolError, Unauthenticated, VersionMismatch
 from kvstore.store import Store
 
 T = TypeVar("T")
@@ -328,6 +328,10 @@ class Connection:
         try:
             async with self._write_lock:
                 await self._sent_whole(self.channel.send_with(buffers, reply.descriptors))
+        except Busy:
+            if reply.unsent is not None:
+                reply.unsent()
+            raise
         finally:
             for descriptor in reply.descriptors:
                 os.close(descriptor)

@@ -67,7 +67,7 @@ class DataPlane:
             for task in (*acceptors, *self._connections):
                 task.cancel()
             await asyncio.gather(*acceptors, *self._connections, return_exceptions=True)
-            self._host.close()
+            await asyncio.to_thread(self._host.close)  # it waits for copies, and for memory to be freed
             for listener, _ in sockets:
                 listener.close()
 

@@ -1,5 +1,6 @@
 """What the handlers of the data plane's requests share: who asks, replies to be, and the answer to a match."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,8 +8,9 @@ from kvstore.api.convert import boundary_runs, part_runs
 from kvstore.api.estimates import estimate_meta
 from kvstore.api.same_host import SameHostPeer
 from kvstore.api.sessions import Session
-from kvstore.api.wire.frames import FrameType
+from kvstore.api.wire.frames import MAX_CONTROL_PAYLOAD, FrameType
 from kvstore.api.wire.messages import Empty, Matched, MatchRequest, Message
+from kvstore.api.wire.same_host import PLACE_BYTES
 from kvstore.store import Match, Space, Store
 
 
@@ -30,6 +32,8 @@ class Reply:
     payload: bytes = b""
     descriptors: tuple[int, ...] = ()
     """Sent with it, and closed then."""
+    unsent: Callable[[], None] | None = None
+    """Called if the descriptors can't be sent now, while the connection goes on."""
 
 
 OK = Reply(FrameType.OK, Empty())
@@ -44,6 +48,8 @@ def matched(context: Context, message: MatchRequest, match: Match, rebuildable_p
     """The answer to a match."""
     ids = [table.ids for table in (match.parts, match.cut_parts) if table is not None]
     near = message.places and match.lease is not None and context.same_host is not None
+    if near and match.parts and sum(map(len, ids)) + PLACE_BYTES * len(match.parts.rows) > MAX_CONTROL_PAYLOAD:
+        near = False  # they don't fit: the client fetches, or asks with LOCATE
     places = [context.store.sharing.places(match.lease.space, match.parts.rows)] if near and match.lease and match.parts else []
     return Reply(
         FrameType.MATCHED,

@@ -11,8 +11,9 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +29,8 @@ MAX_DESCRIPTORS = 4
 """Descriptors that a client may have sent and the daemon not yet taken."""
 _MAX_BUFFERS = 64
 """Of one connection."""
+MAX_LENT_BUFFERS = 1024
+"""Of all connections together: each is a descriptor, and a mapping."""
 _MOST_LENT = 16 << 40
 """Bytes of all buffers together: address space that they may take from the daemon."""
 _COPIERS = 2
@@ -48,20 +51,57 @@ class SameHost:
         self._users = users | {os.geteuid()}
         self._copiers: ThreadPoolExecutor | None = None
         self.lent = 0
-        """Bytes of all buffers that are lent now."""
+        """Bytes of all buffers that are lent now, or not let go of yet."""
+        self.buffers = 0
+        """So many are they."""
 
     @property
     def copiers(self) -> ThreadPoolExecutor:
-        """The threads that copy out of clients' buffers."""
+        """The threads that copy out of clients' buffers, and let go of them."""
         if self._copiers is None:
             self._copiers = ThreadPoolExecutor(_COPIERS, "kvstore-copier")
         return self._copiers
 
     def close(self) -> None:
-        """End the threads, once they are done."""
+        """End the threads, once they are done. Blocking."""
         if self._copiers is not None:
             self._copiers.shutdown()
             self._copiers = None
+
+    def take_over(self, descriptor: int, nbytes: int) -> "ClientBuffer":
+        """A buffer out of a client's descriptor. Raises BadRequest or Busy; the descriptor is closed then."""
+        refused: Busy | None = None
+        if self.buffers >= MAX_LENT_BUFFERS:
+            refused = Busy(f"{MAX_LENT_BUFFERS} buffers are lent to this daemon", retry_after_ms=1000)
+        elif self.lent + nbytes > _MOST_LENT:
+            refused = Busy(f"more than {_MOST_LENT} bytes would be lent to this daemon", retry_after_ms=1000)
+        try:
+            if refused is not None:
+                raise refused
+            buffer = ClientBuffer(descriptor, nbytes)
+        except BaseException:
+            self.refuse(descriptor)
+            raise
+        self.lent += nbytes
+        self.buffers += 1
+        return buffer
+
+    def refuse(self, descriptor: int) -> None:
+        """Close a descriptor that a client sent. It may be the last one of much memory: so not in the loop's thread."""
+        self._in_thread(partial(os.close, descriptor))
+
+    def let_go(self, buffer: "ClientBuffer") -> None:
+        """Close a buffer, with the last copy that is under way. If its client is gone, that frees its memory, which takes long."""
+        buffer.when_unused(lambda: self._in_thread(buffer.close).add_done_callback(partial(self._gone, buffer.nbytes)))
+
+    def _gone(self, nbytes: int, closed: "asyncio.Future[None]") -> None:
+        self.lent -= nbytes
+        self.buffers -= 1
+        if (error := closed.exception()) is not None:
+            _log.error("a buffer was not closed: %s", error)
+
+    def _in_thread(self, close: Callable[[], None]) -> "asyncio.Future[None]":
+        return asyncio.get_running_loop().run_in_executor(self.copiers, close)
 
     def admits(self, sock: socket.socket) -> bool:
         """Whether a connection may come in at all: over a Unix socket only the users that it is for, and root."""
@@ -107,18 +147,10 @@ class SameHostPeer:
 
     def add_buffer(self, nbytes: int) -> int:
         """Take in the buffer whose descriptor came with the frame. Returns its number. Raises BadRequest or Busy."""
-        descriptor = self.channel.take(1)[0]
-        try:
-            if len(self._buffers) >= _MAX_BUFFERS:
-                raise Busy(f"{_MAX_BUFFERS} buffers are lent over this connection: give some up", retry_after_ms=100)
-            if self.host.lent + nbytes > _MOST_LENT:
-                raise Busy(f"more than {_MOST_LENT} bytes would be lent to this daemon", retry_after_ms=1000)
-            buffer = ClientBuffer(descriptor, nbytes)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self.host.lent += nbytes
-        self._buffers[self._next] = buffer
+        if len(self._buffers) >= _MAX_BUFFERS:
+            self.host.refuse(self.channel.take(1)[0])
+            raise Busy(f"{_MAX_BUFFERS} buffers are lent over this connection: give some up", retry_after_ms=100)
+        self._buffers[self._next] = self.host.take_over(self.channel.take(1)[0], nbytes)
         self._next += 1
         return self._next - 1
 
@@ -133,8 +165,7 @@ class SameHostPeer:
         """Give a buffer up, with the last copy from it."""
         buffer = self.buffer(number)
         del self._buffers[number]
-        self.host.lent -= buffer.nbytes
-        buffer.close()
+        self.host.let_go(buffer)
 
 
 class ClientBuffer:
@@ -155,26 +186,34 @@ class ClientBuffer:
             raise BadRequest(f"a buffer of {nbytes} bytes in a memfd of {found.st_size}")
         self.nbytes = nbytes
         self._users = 0
-        self._closed = False
-        self._descriptor = descriptor
+        self._unused: Callable[[], None] | None = None
+        self._descriptor: int | None = descriptor
         self._memory: mmap.mmap | None = None
         if seals & _F_SEAL_SHRINK:
             try:
                 self._memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
             except OSError as error:  # not open for reading, say
                 raise BadRequest(f"the buffer can't be mapped: {error}") from None
+            self._descriptor = None
+            os.close(descriptor)  # the mapping has its own
 
     @property
     def mapped(self) -> bool:
         """Whether it is read as memory."""
         return self._memory is not None
 
+    def when_unused(self, then: Callable[[], None]) -> None:
+        """Call `then` once no copy is under way. No other may begin."""
+        if self._users:
+            self._unused = then
+        else:
+            then()
+
     def close(self) -> None:
-        """Let go of it, with the last copy that is under way."""
-        self._closed = True
-        if not self._users:
-            if self._memory is not None:
-                self._memory.close()
+        """Unmap and close it. Blocking, and only when it is unused."""
+        if self._memory is not None:
+            self._memory.close()
+        if self._descriptor is not None:
             os.close(self._descriptor)
 
     def copy(self, copiers: ThreadPoolExecutor, jobs: Sequence[Job]) -> "asyncio.Future[list[list[bytes]]]":
@@ -192,8 +231,8 @@ class ClientBuffer:
 
     def _done(self, _: object) -> None:
         self._users -= 1
-        if self._closed and not self._users:
-            self.close()
+        if self._unused is not None and not self._users:
+            self._unused()
 
     def _copy(self, jobs: Sequence[Job]) -> list[list[bytes]]:
         return [self._copy_one(*job) for job in jobs]
@@ -216,6 +255,7 @@ class ClientBuffer:
         if self._memory is not None:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(self._memory, np.uint8, len(target), offset))
             return
+        assert self._descriptor is not None
         filled = 0
         while filled < len(target):
             count = os.preadv(self._descriptor, [target[filled:]], offset + filled)

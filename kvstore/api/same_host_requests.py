@@ -1,6 +1,7 @@
 """What the daemon answers to a client on its machine: descriptors of segments, places, and copies out of the client's buffers."""
 
 import os
+from functools import partial
 
 from kvstore.api.auth import Access
 from kvstore.api.replies import Context, Reply
@@ -12,6 +13,7 @@ from kvstore.api.wire.messages import Empty, Message
 from kvstore.api.wire.same_host import (
     COPY_BYTES,
     MAX_COPIES,
+    MAX_LOCATED,
     MAX_SEGMENTS,
     Buffer,
     Buffered,
@@ -40,8 +42,8 @@ def _segments(context: Context, message: SegmentsRequest, payload: bytes) -> Rep
     _peer(context)
     if len(message.numbers) > MAX_SEGMENTS:
         raise BadRequest(f"{len(message.numbers)} segments asked for at once: the limit is {MAX_SEGMENTS}")
-    session = context.session
-    found = context.store.sharing.segments(session.owner, session.tenant, message.numbers, message.dropped)
+    session, sharing = context.session, context.store.sharing
+    found = sharing.segments(session.owner, session.tenant, message.numbers, message.dropped)
     mine: list[int] = []
     try:
         mine.extend(os.dup(segment.descriptor) for segment in found)
@@ -50,11 +52,14 @@ def _segments(context: Context, message: SegmentsRequest, payload: bytes) -> Rep
             os.close(descriptor)
         raise Busy(f"no descriptors are left: {error.strerror}", retry_after_ms=1000) from None
     items = [SegmentMeta(number=s.number, nbytes=s.nbytes, slots=s.slots) for s in found]
-    return Reply(FrameType.SEGMENT_LIST, SegmentList(items=items), descriptors=tuple(mine))
+    unsent = partial(sharing.take_back, session.owner, sharing.give(session.owner, session.tenant, found))
+    return Reply(FrameType.SEGMENT_LIST, SegmentList(items=items), descriptors=tuple(mine), unsent=unsent)
 
 
 async def _locate(context: Context, message: Locate, payload: bytes) -> Reply:
     _peer(context)
+    if message.blobs > MAX_LOCATED:
+        raise BadRequest(f"the places of {message.blobs} blobs asked for at once: the limit is {MAX_LOCATED}")
     if not message.blobs > 0 or len(payload) != message.blobs * DIGEST_BYTES:
         raise BadRequest(f"the places of {message.blobs} blobs, asked for with {len(payload)} bytes of ids")
     store, space = context.store, context.store.space(context.session.tenant, message.namespace)

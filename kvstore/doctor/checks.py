@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from kvstore.api.same_host import MAX_LENT_BUFFERS
 from kvstore.doctor.facts import Facts
 from kvstore.doctor.findings import Finding, Verdict
 from kvstore.machine import tight, too_much
@@ -48,13 +49,13 @@ def _segments(facts: Facts) -> int:
 
 
 def descriptors(facts: Facts) -> Finding:
-    """Every connection and every segment is one."""
-    needed = 2 * facts.setup.max_connections + _segments(facts) + _SPARE_DESCRIPTORS
+    """Every connection and every buffer that a client lends is one; every segment two, its own and its mapping's."""
+    needed = 2 * facts.setup.max_connections + 2 * _segments(facts) + MAX_LENT_BUFFERS + _SPARE_DESCRIPTORS
     have = facts.descriptors
     enough = have is None or have >= needed
     return Finding(
         "descriptors", "ok" if enough else "bad", f"{'no limit' if have is None else have}, {needed} may be needed",
-        "every connection, HTTP client and DRAM segment is a descriptor; without one a client is refused or a segment can't be made",
+        "every connection, HTTP client and lent buffer is a descriptor, a segment two; without one a client is refused, or no segment made",
         "" if enough else f"LimitNOFILE={needed} in the unit, or: ulimit -Hn {needed}; or a lower max_connections, or larger segments",
     )  # fmt: skip
 

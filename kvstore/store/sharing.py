@@ -46,9 +46,9 @@ class Sharing:
     def segments(self, owner: int, tenant: str, numbers: list[int], dropped: list[int]) -> list[SharedSegment]:
         """Those of the segments that are there and the tenant's, for a client that has unmapped the `dropped` ones.
 
-        Raises Busy if the tenant's clients have too much mapped that was given back.
+        Follow with `give` once they can be sent. Raises Busy if the tenant's clients have too much mapped that was given back.
         """
-        given = self._given.setdefault(owner, (tenant, {}))[1]
+        given = self._given.get(owner, (tenant, {}))[1]
         for number in dropped:
             given.pop(number, None)
         if (kept := self.lingering(tenant)) > (most := self._arena.capacity // _LINGERING_SHARE):
@@ -59,10 +59,22 @@ class Sharing:
         for number in dict.fromkeys(numbers):
             segment = self._arena.shareable(tenant, number)
             if segment is not None:
-                given[number] = len(segment.memory)
-                self._stats.shared_segments += 1
                 found.append(SharedSegment(number, segment.fd, len(segment.memory), segment.slots))
         return found
+
+    def give(self, owner: int, tenant: str, segments: list[SharedSegment]) -> list[int]:
+        """Count segments as what a client has. Returns the numbers of those that it had not: for `take_back`, if they are not sent."""
+        given = self._given.setdefault(owner, (tenant, {}))[1]
+        fresh = [segment.number for segment in segments if segment.number not in given]
+        given.update((segment.number, segment.nbytes) for segment in segments)
+        self._stats.shared_segments += len(segments)
+        return fresh
+
+    def take_back(self, owner: int, numbers: list[int]) -> None:
+        """These never got to the client."""
+        if (found := self._given.get(owner)) is not None:
+            for number in numbers:
+                found[1].pop(number, None)
 
     def lingering(self, tenant: str) -> int:
         """Bytes of given-back segments that a tenant's clients may still have mapped (each counted once)."""
@@ -85,10 +97,11 @@ class Sharing:
 
     async def locate(self, space: Space, rows: list[int]) -> bytes:
         """As `places`, once those on SSD have been brought up, as far as there is room."""
-        for row in rows:
+        distinct = dict.fromkeys(rows)
+        for row in distinct:
             space.pin(row)
         try:
-            absent = [row for row in dict.fromkeys(rows) if space.blobs.slot[row] == NO_SLOT]
+            absent = [row for row in distinct if space.blobs.slot[row] == NO_SLOT]
             for at in range(0, len(absent), _AT_ONCE):
                 chunk = absent[at : at + _AT_ONCE]
                 results = await asyncio.gather(*(self._residency.promote(space, row) for row in chunk), return_exceptions=True)
@@ -100,5 +113,5 @@ class Sharing:
                     break
             return self.places(space, np.array(rows, np.int32))
         finally:
-            for row in rows:
+            for row in distinct:
                 space.unpin(row)

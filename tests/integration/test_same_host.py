@@ -5,18 +5,21 @@ import ctypes
 import errno
 import mmap
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.api.wire import FrameType
+from kvstore.api.wire import FrameType, encode, pack
+from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.same_host import SegmentList, SegmentMeta, SegmentsRequest
-from kvstore_client import AsyncClient, Client, Component, Forbidden, KVSpec, NotFound, PartRange, Unauthenticated
+from kvstore_client import AsyncClient, Busy, Client, Component, Forbidden, KVSpec, NotFound, PartRange, Unauthenticated
 from kvstore_client.connection import Connection
 from kvstore_client.same_host import MappedSegment
 from kvstore_workers.daemon_process import DaemonProcess
@@ -115,6 +118,34 @@ async def test_what_is_on_ssd_comes_over_a_socket(tmp_path: Path) -> None:
         assert sent_bytes(second) == 4 * SPEC.page_bytes
         assert fetch_checked(namespace, tokens) == 8
         assert sent_bytes(second) == 4 * SPEC.page_bytes, "what was brought up is in shared memory"
+
+
+async def test_descriptors_that_the_system_does_not_carry_now_make_one_request_busy() -> None:
+    theirs, ours = socket.socketpair(socket.AF_UNIX)
+
+    class Full(socket.socket):
+        full = True
+
+        def sendmsg(self, *arguments: Any) -> int:
+            if self.full:
+                raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+            return super().sendmsg(*arguments)
+
+    sock = Full(fileno=theirs.detach())
+    sock.setblocking(False)
+    ours.setblocking(False)
+    sender, receiver = DescriptorChannel(sock, 1), DescriptorChannel(ours, 1)
+    frame = encode(FrameType.PING, 7, pack(Empty()))
+    with pytest.raises(Busy):
+        await sender.send_with(frame, [0])
+    sock.full = False
+    await sender.send_with(frame, [0])
+    found = await receiver.read_header()
+    assert found is not None
+    assert found[0].request == 7
+    os.close(receiver.take(1)[0])
+    sender.close()
+    receiver.close()
 
 
 async def test_ranges_and_layer_groups(daemon: DaemonProcess) -> None:

@@ -1,7 +1,9 @@
 """Puts out of a client's memory, and views of the daemon's."""
 
 import asyncio
+import errno
 import os
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -12,14 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvstore.api.same_host import SameHost, SameHostPeer
 from kvstore.api.wire import FrameType, encode, pack, slice_digest
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutReady, PutStart
-from kvstore.api.wire.same_host import Buffer, Buffered, CopiedPart, Copy, pack_copies
+from kvstore.api.wire.same_host import MAX_LOCATED, Buffer, Buffered, CopiedPart, Copy, Locate, Places, pack_copies, unpack_places
 from kvstore_client import (
     AsyncClient,
     BadDigest,
     BadRequest,
+    Busy,
     Client,
     Component,
     Conflict,
@@ -30,6 +34,7 @@ from kvstore_client import (
     PartRange,
     Unsupported,
 )
+from kvstore_client.buffers import SharedBuffer
 from kvstore_client.connection import Connection
 from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
@@ -152,6 +157,49 @@ def test_the_blocking_client(daemon: DaemonProcess) -> None:
         namespace.drop()
     assert copied(daemon) == before + 2 * SPEC.page_bytes
     assert sent_bytes(daemon) == sent
+
+
+async def test_a_put_that_is_given_up_before_the_daemon_has_read_of_it_is_not_left_open(tmp_path: Path) -> None:
+    """Its PUT and its ABORT lie in sockets when the daemon goes on: it reads them in order only if that is the same one."""
+    with DaemonProcess(tmp_path / "data", "--dram", "64MiB", "--ssd", "64MiB") as stopped:
+        async with AsyncClient(stopped.endpoint, timeout=20) as client:
+            namespace = await client.namespace("near", "rev-1", SPEC)
+            await namespace.put(tokens(1, 1), random_pages(1, 1))
+            assert client.same_host.now is not None
+            for seed in range(2, 8):
+                stopped.send_signal(signal.SIGSTOP)
+                try:
+                    put = asyncio.create_task(namespace.put(tokens(seed, 1), random_pages(seed, 1)))
+                    await asyncio.sleep(0.1)
+                    put.cancel()
+                    await asyncio.sleep(0.1)
+                finally:
+                    stopped.send_signal(signal.SIGCONT)
+                with pytest.raises(asyncio.CancelledError):
+                    await put
+                await client.ping()
+            async with asyncio.timeout(5):
+                while (await asyncio.to_thread(stat, stopped.http))["puts_open"]:
+                    await asyncio.sleep(0.05)
+
+
+async def test_without_memory_for_a_stage_puts_are_sent(
+    daemon: DaemonProcess, client: AsyncClient, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = copied(daemon)
+
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "memfd_create", none_left)
+        for seed in range(500, 506):  # more often than there are stages
+            await namespace.put(tokens(seed, 1), random_pages(seed, 1))
+    assert copied(daemon) == before
+    await namespace.put(tokens(506, 1), random_pages(506, 1))
+    assert copied(daemon) == before + SPEC.page_bytes, "it is tried again"
+    assert stat(daemon.http)["puts_open"] == 0
+    assert np.array_equal(await fetched(namespace, 500, 1), random_pages(500, 1))
 
 
 # --- puts that lie -------------------------------------------------------------------------------------------------------
@@ -287,6 +335,51 @@ async def test_only_memfds_are_taken(daemon: DaemonProcess, namespace: Namespace
     await asyncio.to_thread(wait_for_baseline, daemon, before)
 
 
+async def test_lent_buffers_are_bounded_and_one_descriptor_each(daemon: DaemonProcess) -> None:
+    before = await asyncio.to_thread(Held.by, daemon)
+    buffer = SharedBuffer(4096)
+    connections = [await Connection.open(daemon.unix_endpoint, descriptors=True) for _ in range(17)]
+    lent = Buffer(nbytes=4096)
+    for connection in connections[:16]:
+        for _ in range(64):
+            await connection.call_with(FrameType.BUFFER, lent, Buffered, buffer.descriptor)
+    with pytest.raises(Busy):
+        await connections[16].call_with(FrameType.BUFFER, lent, Buffered, buffer.descriptor)
+    held = await asyncio.to_thread(Held.by, daemon)
+    assert held.descriptors - before.descriptors <= 1024 + 17 + 1  # the refused one may be still to be closed
+    for connection in connections:
+        await connection.close()
+    buffer.close()
+    await asyncio.to_thread(wait_for_baseline, daemon, before)
+
+
+async def test_buffers_are_let_go_of_in_a_thread() -> None:
+    """It takes seconds for gigabytes, if their client is gone."""
+    theirs, ours = socket.socketpair(socket.AF_UNIX)
+    theirs.setblocking(False)
+    ours.setblocking(False)
+    sender, channel, host = DescriptorChannel(theirs, 1), DescriptorChannel(ours, 1), SameHost()
+    peer = SameHostPeer(channel, host)
+    buffer = SharedBuffer(4096)
+    await sender.send_with(encode(FrameType.PING, 0, pack(Empty())), [buffer.descriptor])
+    await channel.read_header()
+    peer.add_buffer(4096)
+    go_on = threading.Event()
+    for _ in range(2):
+        host.copiers.submit(go_on.wait)
+    peer.close()
+    assert host.buffers == 1
+    go_on.set()
+    async with asyncio.timeout(5):
+        while host.buffers:
+            await asyncio.sleep(0.01)
+    assert host.lent == 0
+    host.close()
+    buffer.close()
+    sender.close()
+    channel.close()
+
+
 async def test_descriptors_that_nobody_asked_for_end_the_connection(daemon: DaemonProcess) -> None:
     before = await asyncio.to_thread(Held.by, daemon)
     zeros = [os.open("/dev/zero", os.O_RDONLY) for _ in range(3)]
@@ -335,6 +428,17 @@ async def test_a_view_shows_what_was_put(client: AsyncClient, namespace: Namespa
     assert view.valid
     await asyncio.sleep(0.3)
     assert not view.valid, "a lease that is over by the clock"
+
+
+async def test_only_so_many_blobs_are_located_at_once(client: AsyncClient, namespace: Namespace) -> None:
+    await namespace.put(tokens(85, 1), random_pages(85, 1))
+    async with await namespace.match(tokens(85, 1)) as match:
+        connection, (_, _, blob) = client.same_host.now, next(match.parts())
+        assert connection is not None
+        _, places = await connection.call(FrameType.LOCATE, Locate(namespace=namespace.id, blobs=MAX_LOCATED), Places, blob * MAX_LOCATED)
+        assert unpack_places(places) == [match.places()[blob]] * MAX_LOCATED
+        with pytest.raises(BadRequest, match="at once"):
+            await connection.call(FrameType.LOCATE, Locate(namespace=namespace.id, blobs=MAX_LOCATED + 1), Places, blob * (MAX_LOCATED + 1))
 
 
 async def test_a_view_of_what_is_dropped_is_not_valid(client: AsyncClient) -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvstore.errors import Busy
-from kvstore.store.sharing import Sharing
+from kvstore.store.sharing import SharedSegment, Sharing
 from kvstore.store.stats import Stats
 from kvstore.tiers.dram import Arena, close_segments, make_segment
 
@@ -15,6 +15,12 @@ ALICE, ALICE_TOO, BOB = 1, 2, 3
 def test_a_tenant_that_keeps_too_much_mapped_gets_no_more() -> None:
     arena = Arena(1 << 20, segment_bytes=1 << 16)
     sharing = Sharing(arena, None, Stats())  # type: ignore[arg-type] # no blobs here, so nothing is brought up
+
+    def give(owner: int, tenant: str, asked: list[int], dropped: list[int]) -> list[SharedSegment]:
+        found = sharing.segments(owner, tenant, asked, dropped)
+        sharing.give(owner, tenant, found)
+        return found
+
     mine = Arena.slot_class("alice", 4096)
     numbers = []
     for number in range(60):
@@ -23,11 +29,15 @@ def test_a_tenant_that_keeps_too_much_mapped_gets_no_more() -> None:
         arena.add_segment(room, make_segment(room))
         numbers.append(number)
     assert [s.number for s in sharing.segments(BOB, "bob", numbers, [])] == []
-    given = sharing.segments(ALICE, "alice", [*numbers, 99, 99], [])
+    given = give(ALICE, "alice", [*numbers, 99, 99], [])
     assert [s.number for s in given] == numbers
     assert all(os.fstat(s.descriptor).st_size == s.nbytes for s in given)
-    assert [s.number for s in sharing.segments(ALICE_TOO, "alice", numbers[:2], [])] == numbers[:2]
+    assert [s.number for s in give(ALICE_TOO, "alice", numbers[:2], [])] == numbers[:2]
     assert sharing.lingering("alice") == 0
+
+    assert sharing.give(BOB, "bob", given) == numbers
+    assert sharing.give(BOB, "bob", given[:1]) == [], "it has it already"
+    sharing.take_back(BOB, numbers)
 
     gone, kept = numbers[:40], 0
     for number in gone:
@@ -40,7 +50,7 @@ def test_a_tenant_that_keeps_too_much_mapped_gets_no_more() -> None:
     with pytest.raises(Busy):
         sharing.segments(ALICE, "alice", numbers[40:41], [])
     sharing.segments(BOB, "bob", [], [])
-    still = sharing.segments(ALICE, "alice", numbers[40:41], gone)
+    still = give(ALICE, "alice", numbers[40:41], gone)
     assert [s.number for s in still] == numbers[40:41], "it has let go of them"
     assert sharing.lingering("alice") > 0, "the other client has not"
     sharing.release_owner(ALICE_TOO)

@@ -2,13 +2,14 @@
 
 import array
 import asyncio
+import errno
 import os
 import socket
 from collections import deque
 from collections.abc import Sequence
 
 from kvstore.api.wire.channel import Channel
-from kvstore.errors import ConnectionLost, ProtocolError
+from kvstore.errors import Busy, ConnectionLost, ProtocolError
 
 _INT = array.array("i").itemsize
 
@@ -38,7 +39,7 @@ class DescriptorChannel(Channel):
         return [self._waiting.popleft() for _ in range(count)]
 
     async def send_with(self, buffers: Sequence[bytes | memoryview], descriptors: Sequence[int]) -> None:
-        """Send buffers with descriptors, which stay the caller's."""
+        """Send buffers with descriptors, which stay the caller's. Raises Busy, with nothing sent, if too many are under way."""
         views = [memoryview(b) for b in buffers if len(b)]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         while True:
@@ -47,7 +48,9 @@ class DescriptorChannel(Channel):
                 break
             except BlockingIOError:
                 await self._wait(writable=True)
-            except OSError as error:  # also if the system has too many descriptors under way
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:  # of this user, in all sockets: until somebody takes some
+                    raise Busy("too many descriptors are under way: others don't take theirs", retry_after_ms=1000) from error
                 raise ConnectionLost(f"the connection broke: {error}") from error
         await self.send([views[0][sent:], *views[1:]])
 

@@ -13,6 +13,8 @@ MAX_SEGMENTS = 32
 """Segments asked for at a time: each is a descriptor."""
 MAX_COPIES = 4096
 """Parts named by one COPY."""
+MAX_LOCATED = 4096
+"""Blobs asked for by one LOCATE."""
 RETIRED = 1
 """State word of a segment that was given back: unmap it."""
 
@@ -81,7 +83,7 @@ class SegmentList(Message):
 
 
 class Locate(Message):
-    """Where blobs are in shared memory; those on SSD are brought up first. Payload: `blobs` ids of 16 bytes."""
+    """Where blobs are in shared memory; those on SSD are brought up first. Payload: `blobs` ids of 16 bytes, at most MAX_LOCATED."""
 
     namespace: str
     blobs: int
