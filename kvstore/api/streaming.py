@@ -200,12 +200,16 @@ class _ReadAhead:
         self._space = space
         self._rows = iter(rows)
         self._started: deque[Held | asyncio.Task[Held]] = deque()
+        self._turns: deque[asyncio.Event] = deque()
 
     def start(self) -> None:
         """Begin to bring up the next few."""
         while len(self._started) < _AHEAD and (row := next(self._rows, None)) is not None:
             held = self._store.hold_resident(self._space, row)
-            self._started.append(held or asyncio.create_task(self._store.hold(self._space, row)))
+            self._turns.append(turn := asyncio.Event())
+            self._started.append(held or asyncio.create_task(self._store.hold(self._space, row, turn)))
+        if self._turns:
+            self._turns[0].set()
 
     @property
     def must_wait(self) -> bool:
@@ -222,6 +226,7 @@ class _ReadAhead:
             with self._connection.interruptible(request):
                 held = await first
         self._started.popleft()
+        self._turns.popleft()
         return held
 
     async def close(self) -> None:

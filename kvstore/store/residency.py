@@ -218,20 +218,21 @@ class Residency:
             return None
         return self._arena.view(slot)[: space.stored_bytes(row)]
 
-    async def hold(self, space: Space, row: int) -> "Held":
+    async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None) -> "Held":
         """Pin a blob in memory, promoting it from SSD if need be.
 
-        Raises NotFound (Corrupt if the bytes did not verify) when no tier has it.
+        It is only read around DRAM, through one of a few buffers, once it is its `turn`. Raises
+        NotFound (Corrupt if the bytes did not verify) when no tier has it.
         """
         space.pin(row)
         try:
             if row in space.spoiled:
-                return await self._stage(space, row)
+                return await self._stage(space, row, turn)
             if space.blobs.slot[row] == NO_SLOT:
                 try:
                     await self._promote(space, row)
                 except Busy:
-                    return await self._stage(space, row)
+                    return await self._stage(space, row, turn)
             held = self.hold_resident(space, row)
             assert held is not None, "a pinned blob left DRAM"
             return held
@@ -307,8 +308,13 @@ class Residency:
         finally:
             self._reads.end(nbytes, spoiled=not nbytes)
 
-    async def _stage(self, space: Space, row: int) -> "Held":
-        """Read around DRAM, through a few bounded buffers: what a fetch does when everything in DRAM is leased."""
+    async def _stage(self, space: Space, row: int, turn: asyncio.Event | None) -> "Held":
+        """Read around DRAM, through a few bounded buffers: what a fetch does when everything in DRAM is leased.
+
+        Fetches that held buffers for later blobs while each waits for one for its next would wait for each other for ever.
+        """
+        if turn is not None:
+            await turn.wait()
         await self._staging.acquire()
         try:
             target = memoryview(bytearray(space.stored_bytes(row)))

@@ -414,9 +414,9 @@ class Store:
         """Pin a blob that is in DRAM; None if it is not."""
         return self._residency.hold_resident(space, row)
 
-    async def hold(self, space: Space, row: int) -> Held:
+    async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None) -> Held:
         """Pin a blob in memory, wherever it is now (see Residency.hold)."""
-        return await self._residency.hold(space, row)
+        return await self._residency.hold(space, row, turn)
 
     def discard_bad_copy(self, space: Space, row: int) -> None:
         """A slice did not verify while it was served."""

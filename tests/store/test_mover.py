@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.digests import slice_digest
-from kvstore.errors import NoSpace
+from kvstore.errors import Busy, NoSpace
 from kvstore.kvspec import Component, KVSpec, PartRange, SliceLayout
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.check import check
@@ -107,5 +107,36 @@ async def test_a_read_whose_copy_goes_takes_nothing_that_was_put_meanwhile(tmp_p
         gate.set()
         (await fetching).release()
         assert await read(store, space, (1,)) == 1
+        await store.settle()
+        check(store)
+
+
+async def test_what_is_read_ahead_takes_no_buffer_from_what_is_needed_now(tmp_path: Path) -> None:
+    """Around DRAM that is all leased there are four buffers: later blobs of one fetch must not keep them from the next one of another."""
+    async with Store(config(tmp_path / "d", put_wait_s=0.05, ssd_bytes=4 << 20)) as store:
+        space = await store.create_namespace(settings_named())
+        cold = tuple(range(100, 106))
+        await put(store, space, cold, b"v" * 16, Ack.DURABLE)
+        rows = [row for slot in space.tree.live_slots().tolist() for row in space.rows_of(slot)]
+        for row in rows:
+            space.clear_slot(row)
+        number = 0
+        with contextlib.suppress(Busy):
+            while True:
+                await put(store, space, (number,), b"v" * 16)
+                store.match(space, tokens_of((number,)), {}, owner=OWNER, lease_s=60)
+                number += 1
+        ahead = [asyncio.create_task(store.hold(space, row, asyncio.Event())) for row in rows[1:6]]
+        async with asyncio.timeout(20):
+            while store.usage()["dram"].used < 0.9 * store.usage()["dram"].capacity:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.5)
+            (await store.hold(space, rows[0])).release()
+        for task in ahead:
+            task.cancel()
+        for held in await asyncio.gather(*ahead, return_exceptions=True):
+            if not isinstance(held, BaseException):
+                held.release()  # a small one for which there was room
+        store.release_owner(OWNER)
         await store.settle()
         check(store)
