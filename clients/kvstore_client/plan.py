@@ -136,7 +136,6 @@ class FetchPlan:
     ) -> None:  # fmt: skip
         self.items = items
         self.provisional = provisional
-        self.frame_bytes = STREAM_PAYLOAD if provisional or on_group is not None or progress is not None else 0
         self.nbytes = 0
         self._arrived = 0
         self._on_group = on_group
@@ -146,6 +145,11 @@ class FetchPlan:
             nbytes = item.run.length * item.run.segments
             self.nbytes += nbytes
             self._missing[item.group] = self._missing.get(item.group, 0) + nbytes
+        self.frame_bytes = 0
+        if provisional or progress is not None:
+            self.frame_bytes = STREAM_PAYLOAD
+        elif on_group is not None:  # a group is told of when its last frame is whole, so no frame is larger than one
+            self.frame_bytes = max(STREAM_PAYLOAD, min(self._missing.values(), default=0))
         self._layouts = {item.blob: item.layout for item in items}
         self._tables = {blob: bytearray(DIGEST_BYTES * layout.count) for blob, layout in self._layouts.items()}
         self._seen: dict[bytes, set[int]] = {blob: set() for blob in self._layouts}
