@@ -54,6 +54,18 @@ class Call:
     next_piece: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """A request that is answered only if there is something to say."""
+
+    number: int
+    call: Call
+
+    def said(self, reply: type[M]) -> M | None:
+        """What was said so far, if anything. Raises an error that came."""
+        return unpack(reply, self.call.done.result()[1]) if self.call.done.done() else None
+
+
 def tls_for(endpoint: str, tls: ssl.SSLContext | bool | None) -> ssl.SSLContext | None:
     """The context for an endpoint: one that was given, or the default one if `tls` or the endpoint asks for it. Raises BadRequest."""
     if not tls and not endpoint.startswith(TLS_SCHEME):
@@ -196,14 +208,14 @@ class Connection:
                 return unpack(Fetched, meta)
 
     @asynccontextmanager
-    async def unanswered(self, frame_type: FrameType, message: Message, payload: bytes | memoryview = b"") -> AsyncIterator[None]:
-        """Send a request that is answered only if it fails. What fails in the block because of that raises that error."""
+    async def unanswered(self, frame_type: FrameType, message: Message, payload: bytes | memoryview = b"") -> AsyncIterator["Unanswered"]:
+        """Send a request that is answered only if there is something to say. What fails in the block because of that raises that error."""
         self._raise_if_lost()
         number = next(self._numbers)
         call = self._calls[number] = Call(asyncio.get_running_loop().create_future())
         try:
             await self._send(encode(frame_type, number, pack(message), payload))
-            yield
+            yield Unanswered(number, call)
         except KVStoreError as error:
             if call.done.done():
                 raise call.done.exception() or error from None
@@ -213,13 +225,18 @@ class Connection:
             if call.done.done():
                 call.done.exception()  # it is told above, or does not matter any more
 
-    async def send_slices(self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview]) -> None:
-        """Send consecutive slices of one part of a put; digests are computed on the way. There is no reply: commit tells."""
+    async def send_slices(
+        self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview], number: int | None = None
+    ) -> None:
+        """Send consecutive slices of one part of a put; digests are computed on the way. There is no reply: commit tells.
+
+        What the daemon can't take is said at once, too: to the request of that `number`, if one is given.
+        """
         self._raise_if_lost()
         meta = SLICES_META.pack(handle, page, part, first_slice)
         async with self._write_lock:
             try:
-                await self._channel.send_pieces(FrameType.SLICES, next(self._numbers), meta, slices, [None] * len(slices))
+                await self._channel.send_pieces(FrameType.SLICES, number or next(self._numbers), meta, slices, [None] * len(slices))
             except BaseException as error:
                 self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
                 raise

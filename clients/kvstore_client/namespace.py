@@ -41,7 +41,7 @@ from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given, TextCalls
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
-from kvstore_client.transfer import AT_ONCE_BYTES, Progress, abort_put, put_at_once, send_striped
+from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, abort_put, put_at_once, send_striped
 from kvstore_client.view import LocalView, view_parts
 
 if TYPE_CHECKING:
@@ -374,7 +374,7 @@ class Namespace(TextCalls):
             nonlocal at_once
             while True:
                 near = await near_connection(self.client, layout.nbytes)
-                most = AT_ONCE_BYTES if near is None else NEAR_AT_ONCE_BYTES
+                most = NEAR_AT_ONCE_BYTES if near is not None else AT_ONCE_BYTES if self.client.pool.size > 1 else ALONE_AT_ONCE_BYTES
                 message.handle = secrets.randbits(62) + 1 if at_once and layout.nbytes <= most else 0
                 try:
                     return await self._put_attempt(near, message, payload, data, layout, whole_s, progress)

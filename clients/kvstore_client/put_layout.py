@@ -1,6 +1,6 @@
 """Where the parts of a put lie in the caller's buffer, and how they are cut into commits and frames. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -23,6 +23,17 @@ class SliceFrame:
     def nbytes(self) -> int:
         """Bytes of payload."""
         return sum(size for _, size in self.slices)
+
+
+class Wanted:
+    """What a daemon wants of a put: (part, first page, last page) of each run, pages half-open."""
+
+    def __init__(self, runs: Iterable[tuple[int, int, int]]) -> None:
+        self._runs = list(runs)
+
+    def has(self, frame: SliceFrame) -> bool:
+        """Whether a frame is of a part that is wanted."""
+        return any(part == frame.part and first <= frame.page < last for part, first, last in self._runs)
 
 
 class PutLayout:

@@ -6,17 +6,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvstore.api.wire import MAX_BULK_PAYLOAD, ConnectionLost, FrameType, NotFound
-from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutStart
+from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutReady, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.plan import FetchPlan, Stripe
 from kvstore_client.pool import Pool
-from kvstore_client.put_layout import SliceFrame
+from kvstore_client.put_layout import SliceFrame, Wanted
 
 _DEPTH = 2
 """Stripes that a connection has in flight, so that it never waits for the next request to travel."""
 
 AT_ONCE_BYTES = 4 << 20
-"""Puts up to here are sent without asking what is wanted: if the pages are there already, no more than this travels in vain."""
+"""Puts up to here are sent without asking what is wanted, on one connection."""
+ALONE_AT_ONCE_BYTES = 64 << 20
+"""As `AT_ONCE_BYTES`, for a client that has only one connection. What is not wanted travels in vain only until the daemon says so."""
 _BREATH_BYTES = 4 << 20
 """So much is sent before others on the loop get a turn: a millisecond or two."""
 
@@ -77,13 +79,20 @@ async def put_at_once(
     connection: Connection, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame], data: memoryview, commit: Commit,
     progress: Progress | None = None,
 ) -> Committed:  # fmt: skip
-    """Put a little without asking what is wanted of it: one journey to the daemon and back, on one connection."""
-    total, sent = sum(frame.nbytes for frame in frames), 0
-    async with connection.unanswered(FrameType.PUT, start, payload):
+    """Put without asking what is wanted: one journey to the daemon and back, on one connection. What it says on the way is listened to."""
+    total, sent, breath = sum(frame.nbytes for frame in frames), 0, 0
+    async with connection.unanswered(FrameType.PUT, start, payload) as put:
+        wanted: Wanted | None = None
         for frame in frames:
-            slices = [data[at : at + size] for at, size in frame.slices]
-            await connection.send_slices(start.handle, frame.page, frame.part, frame.first_slice, slices)
+            if wanted is None and (ready := put.said(PutReady)) is not None:
+                wanted = Wanted(ready.wanted)
+            if wanted is None or wanted.has(frame):
+                slices = [data[at : at + size] for at, size in frame.slices]
+                await connection.send_slices(start.handle, frame.page, frame.part, frame.first_slice, slices, put.number)
             sent += frame.nbytes
+            if sent - breath >= _BREATH_BYTES:  # others on this loop, and the task that hears what the daemon says
+                breath = sent
+                await asyncio.sleep(0)
             if progress is not None:
                 progress(sent, total)
         committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)

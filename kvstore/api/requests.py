@@ -109,7 +109,7 @@ async def _put(context: Context, message: PutStart, payload: bytes) -> Reply | N
     put = await context.store.begin_put(context.session.owner, space, request, message.base, message.handle)
     if message.recipe_kind:
         rebuilds.give_recipes(context, put, message)
-    if put.at_once:
+    if put.at_once and put.all_wanted:
         return None  # its COMMIT will be answered
     ready = PutReady(handle=put.handle, first_needed=put.first_needed, total_pages=put.total_pages, wanted=put.wanted_runs())
     return Reply(FrameType.PUT_READY, ready)
@@ -221,7 +221,7 @@ SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
     FrameType.DELETE: (Prefix, _delete),
     **rebuilds.SLOW,
 }
-"""Answered by a task each, in any order; a put that is sent at once is answered only if it fails."""
+"""Answered by a task each, in any order; a put that is sent at once only if it fails, or not all of it is wanted."""
 
 ACCESS: dict[FrameType, Access] = {
     FrameType.PING: Access.READ,

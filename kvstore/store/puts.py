@@ -166,6 +166,11 @@ class Put:
             runs += [(part, int(a) + self.first_page, int(b) + self.first_page) for a, b in edges.reshape(-1, 2)]
         return runs
 
+    @property
+    def all_wanted(self) -> bool:
+        """Whether all that is announced is to be sent."""
+        return bool(np.array_equal(self._wanted, self.in_spans()))
+
     def wants(self, page: int, part: int) -> bool:
         """Whether a part is to be sent."""
         row = page - self.first_page

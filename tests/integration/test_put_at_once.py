@@ -3,6 +3,7 @@
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvstore.api.wire import FrameType, encode, pack, unpack
-from kvstore.api.wire.messages import Commit, Committed, Follow, FollowedPuts, PutHandle, PutStart
-from kvstore_client import Client
+from kvstore.api.wire.messages import Commit, Committed, Follow, FollowedPuts, PutHandle, PutReady, PutStart
+from kvstore_client import Client, Component, KVSpec, PutResult
+from kvstore_client.connection import Connection
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.raw import RawClient, stat, wait_for_baseline
@@ -33,6 +35,13 @@ def pages_of(handle: int, seed: int, pages: range = range(4)) -> bytes:
     return b"".join(slices_frame(handle, page, 0, 0, page_slices(seed, page)) for page in pages)
 
 
+def wanted_and_committed(raw: RawClient, request: int = 2) -> tuple[list[tuple[int, int, int]], Committed]:
+    """The answers to a put of which not all is wanted; they may come in any order."""
+    answers = {header.request: (header.type, meta) for header, meta, _ in (raw.receive() for _ in range(2))}
+    assert {number: kind for number, (kind, _) in answers.items()} == {1: FrameType.PUT_READY, request: FrameType.COMMITTED}, answers
+    return unpack(PutReady, answers[1][1]).wanted, unpack(Committed, answers[request][1])
+
+
 def committed(raw: RawClient, request: int = 2) -> Committed:
     header, meta, _ = raw.receive()
     assert (header.type, header.request) == (FrameType.COMMITTED, request), (header, meta)
@@ -48,7 +57,7 @@ def forget(daemon: DaemonProcess, seed: int) -> None:
 def test_one_journey(raw: RawClient, daemon: DaemonProcess) -> None:
     handle = secrets.randbits(62) + 1
     raw.send_raw(put_frame(handle, 2) + pages_of(handle, 2) + commit_frame(handle))
-    assert committed(raw) == Committed(new_pages=3, existing_pages=1)  # its first page is that of the fixture's context
+    assert wanted_and_committed(raw) == ([(0, 1, 4)], Committed(new_pages=3, existing_pages=1))  # its first page is the fixture's
     with Client(daemon.endpoint, connections=1) as client:
         assert fetch_checked(client.namespace("pages"), context(2)) == 4
     forget(daemon, 2)
@@ -58,7 +67,39 @@ def test_what_is_there_is_dropped(raw: RawClient) -> None:
     handle = secrets.randbits(62) + 1
     changed = [slices_frame(handle, page, 0, 0, page_slices(1, page, b"another computation")) for page in range(4)]
     raw.send_raw(put_frame(handle, 1) + b"".join(changed) + commit_frame(handle))
-    assert committed(raw) == Committed(new_pages=0, existing_pages=4)
+    assert wanted_and_committed(raw) == ([], Committed(new_pages=0, existing_pages=4))
+
+
+@pytest.mark.parametrize("connections", [1, 2])
+def test_what_is_there_is_not_sent_again(data_dir: Path, monkeypatch: pytest.MonkeyPatch, connections: int) -> None:
+    """48 MiB of which all but the last MiB is there: the client hears of it while it sends."""
+    sent = []
+    send = Connection.send_slices
+
+    async def spy(
+        self: Connection, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview], number: int | None = None
+    ) -> None:
+        sent.append(page)
+        await send(self, handle, page, part, first_slice, slices, number)
+
+    monkeypatch.setattr(Connection, "send_slices", spy)
+    spec = KVSpec(page_tokens=1, components=(Component("full", layers=32, kv_heads=1, head_dim=1 << 13),))  # pages of 1 MiB
+    data = np.arange(48 << 17, dtype=np.uint64)
+    with (
+        DaemonProcess(data_dir, "--dram", "256MiB", "--ssd", "256MiB") as daemon,
+        Client(daemon.endpoint, connections=connections, shared_memory=False) as client,
+    ):
+        namespace = client.namespace("large", "large", spec)
+        namespace.put(context(9, 48)[:47], data[: 47 << 17])
+        assert set(sent) == set(range(47))
+        sent.clear()
+        assert namespace.put(context(9, 48)[:48], data) == PutResult(new_pages=1, existing_pages=47, pending_pages=0)
+        assert 47 in sent
+        assert len(sent) < 40
+        with namespace.match(context(9, 48)[:48]) as match:
+            back = np.empty_like(data)
+            namespace.fetch(match, back)
+            assert (back == data).all()
 
 
 @pytest.mark.parametrize(
