@@ -114,20 +114,21 @@ class Connection:
         """
         family, address = parse_endpoint(endpoint)
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
+        channel: Channel
+        if isinstance(address, str):
+            channel = DescriptorChannel(sock, MAX_SEGMENTS) if descriptors else Channel(sock)
+        else:
+            channel = Channel(sock) if tls is None else TlsChannel(sock, tls, server_name=address[0])
+        connection = cls(channel)
         try:
             await asyncio.get_running_loop().sock_connect(sock, address)
-            if isinstance(address, str):
-                connection = cls(DescriptorChannel(sock, MAX_SEGMENTS) if descriptors else Channel(sock))
-            else:
-                connection = cls(Channel(sock) if tls is None else TlsChannel(sock, tls, server_name=address[0]))
             await connection._shake_hands(Hello(versions=[PROTOCOL_VERSION], client=client, token=token, session=session))
         except OSError as error:
-            sock.close()
+            channel.close()
             reason = error.strerror or str(error)
             raise ConnectionLost(f"can't connect to {endpoint}: {reason}; is a daemon there? (`kvstore serve` starts one)") from error
         except BaseException:
-            sock.close()
+            channel.close()
             raise
         return connection
 

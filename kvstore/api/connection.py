@@ -22,7 +22,8 @@ from kvstore.api.request_tables import ACCESS, QUICK, SLOW
 from kvstore.api.requests import Slow
 from kvstore.api.same_host import SameHost, SameHostPeer
 from kvstore.api.sessions import Session, Sessions
-from kvstore.api.streaming import receive_slices, stream_fetch
+from kvstore.api.small_fetch import fetch_small
+from kvstore.api.streaming import read_fetch, receive_slices, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
@@ -168,16 +169,19 @@ class Connection:
     async def _next_frame(self) -> tuple[Header, bytes, bytes] | None:
         if not await self.channel.wait_readable():
             return None
-        async with asyncio.timeout(self._timeout_s):  # one for all of it: a timer costs as much as hashing 200 KiB
+        try:
+            self.channel.bound_reads(self._timeout_s)
             found = await self.channel.read_header()
             if found is None:
                 return None
             header, raw = found
             if header.bulk or header.payload_bytes <= LARGE_PAYLOAD:
                 return await self._rest_of_frame(header, raw)
-        async with self._large_payloads:  # not on this client's time: others hold it up
-            async with asyncio.timeout(self._timeout_s):
+            async with self._large_payloads:  # not on this client's time: others hold it up
+                self.channel.bound_reads(self._timeout_s)
                 return await self._rest_of_frame(header, raw)
+        finally:
+            self.channel.bound_reads(None)
 
     async def _rest_of_frame(self, header: Header, raw: bytes) -> tuple[Header, bytes, bytes]:
         meta, payload = await self.channel.read_body(header, raw)
@@ -212,7 +216,7 @@ class Connection:
                 self._fatal_if_protocol(error)
                 await self._error(header.request, error)
         elif kind is FrameType.FETCH:
-            await self._start(group, header, partial(stream_fetch, self, header.request, meta, payload))
+            await self._fetch(group, header, meta, payload)
         elif kind in SLOW:
             message_type, slow = SLOW[kind]
             await self._start(group, header, partial(self._slow, header.request, slow, unpack(message_type, meta), payload))
@@ -220,6 +224,17 @@ class Connection:
                 await asyncio.sleep(0)  # it has begun, nearly always, when its slices follow at once
         else:
             raise ProtocolError(f"a {kind.name} frame from a client")
+
+    async def _fetch(self, group: asyncio.TaskGroup, header: Header, meta: bytes, payload: bytes) -> None:
+        try:
+            asked = read_fetch(self, meta, payload)
+            answered = header.request not in self._running and await fetch_small(self, header.request, asked)
+        except KVStoreError as error:
+            self._fatal_if_protocol(error)
+            await self._error(header.request, error)
+        else:
+            if not answered:
+                await self._start(group, header, partial(stream_fetch, self, header.request, asked))
 
     def _refusal(self, kind: FrameType) -> Forbidden | None:
         """Why the token does not allow a frame; None if it does. Raises ProtocolError for what no client sends."""
@@ -307,14 +322,27 @@ class Connection:
                 raise Cancelled("the request was cancelled")
             return await self._sent_whole(self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised))
 
+    async def send_at_once(self, gather: Callable[[], list[bytes | memoryview] | None]) -> bool:
+        """Send what `gather` returns, which is called when it can be sent; False if that is nothing."""
+        async with self._write_lock:
+            buffers = gather()
+            if buffers is None:
+                return False
+            if self._broken:
+                raise ConnectionLost("a frame was cut short")
+            left = self.channel.send_now(buffers)
+            if left:
+                await self._sent_whole(self.channel.send([left]))
+        return True
+
     async def _sent_whole(self, sending: Coroutine[None, None, T]) -> T:
         """Send a frame. One that is cut short, by time or by a task that ends, spoils the connection: it is given up."""
         if self._broken:
             sending.close()
             raise ConnectionLost("a frame was cut short")
+        self.channel.bound_writes(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await sending
+            return await sending
         except (TimeoutError, asyncio.CancelledError) as error:
             self._broken = True
             raise ConnectionLost("the client does not take what is sent to it") from error

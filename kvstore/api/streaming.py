@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from kvstore.api.sessions import Session
@@ -90,10 +91,27 @@ async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVSto
     return None
 
 
-async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: bytes) -> None:
-    """Answer a FETCH: all pieces of all runs in order, as DATA frames, then FETCHED."""
-    store, message = connection.store, unpack(FetchRequest, meta)
-    space = store.space(connection.session.tenant, message.namespace)
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A FETCH, checked as far as that takes no look at the blobs."""
+
+    space: Space
+    names: list[bytes]
+    runs: list[Run]
+    nbytes: int
+    provisional: bool
+    frame_bytes: int
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.space.settings.tenant
+
+
+def read_fetch(connection: Peer, meta: bytes, payload: bytes) -> Asked:
+    """What a FETCH asks for. Raises BadRequest, UnknownNamespace."""
+    message = unpack(FetchRequest, meta)
+    space = connection.store.space(connection.session.tenant, message.namespace)
     ids_end = message.blobs * DIGEST_BYTES
     if not message.blobs > 0 or ids_end > len(payload):
         raise BadRequest(f"a fetch of {message.blobs} blobs with a payload of {len(payload)} bytes")
@@ -102,22 +120,28 @@ async def stream_fetch(connection: Peer, request: int, meta: bytes, payload: byt
         if run.blob >= message.blobs:
             raise BadRequest(f"a run names blob {run.blob} of {message.blobs}")
     names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
-    tenant, nbytes = space.settings.tenant, sum(run.length * run.segments for run in runs)
-    store.quotas.start_fetch(tenant, nbytes)
-    sender, link = _Sender(connection, request, space, message.frame_bytes), connection.session.link.meter
+    nbytes = sum(run.length * run.segments for run in runs)
+    return Asked(space, names, runs, nbytes, message.provisional, message.frame_bytes)
+
+
+async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
+    """Answer a FETCH: all pieces of all runs in order, as DATA frames, then FETCHED."""
+    store, space, names, runs, tenant = connection.store, asked.space, asked.names, asked.runs, asked.tenant
+    store.quotas.start_fetch(tenant, asked.nbytes)
+    sender, link = _Sender(connection, request, space, asked.frame_bytes), connection.session.link.meter
     link.begin()
     held_up = True
     try:
-        if message.provisional:
+        if asked.provisional:
             await _send_arriving(connection, sender, names, runs)
         else:
             await _send_stored(connection, sender, space, names, runs)
         await sender.flush()
-        held_up = message.provisional or sender.held_up
+        held_up = asked.provisional or sender.held_up
     finally:
         link.end(sender.payload_bytes, spoiled=held_up)
         sender.release()
-        store.quotas.end(tenant, nbytes)
+        store.quotas.end(tenant, asked.nbytes)
     store.stats.fetches += 1
     store.stats.fetch_bytes += sender.payload_bytes
     await connection.reply(request, FrameType.FETCHED, Fetched(pieces=sender.pieces_sent, payload_bytes=sender.payload_bytes))
@@ -333,6 +357,11 @@ class _Sender:
     def _corrupt(self, row: int) -> NoReturn:
         if row == _PROVISIONAL:
             raise Corrupt("a slice of a put under way did not verify in DRAM")
-        name = self._space.blobs.id_of(row).hex()
-        self._connection.store.discard_bad_copy(self._space, row)
-        raise Corrupt(f"blob {name} did not verify in DRAM; that copy was dropped")
+        corrupt(self._connection.store, self._space, row)
+
+
+def corrupt(store: Store, space: Space, row: int) -> NoReturn:
+    """Drop a copy in DRAM that did not verify, and say so. Raises Corrupt."""
+    name = space.blobs.id_of(row).hex()
+    store.discard_bad_copy(space, row)
+    raise Corrupt(f"blob {name} did not verify in DRAM; that copy was dropped")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.api.sessions import Session
-from kvstore.api.streaming import stream_fetch
+from kvstore.api.streaming import read_fetch, stream_fetch
 from kvstore.api.wire import Channel, FrameType, Run, SliceLayout, pack, pack_runs, slice_digest
 from kvstore.api.wire.messages import FetchRequest, Message
 from kvstore.errors import Corrupt
@@ -47,6 +47,10 @@ class CollectingPeer:
     async def after_frame(self) -> None:
         """What happens between two frames."""
 
+    async def fetch(self, meta: bytes, payload: bytes) -> None:
+        """A FETCH, answered as a large one is."""
+        await stream_fetch(self, 1, read_fetch(self, meta, payload))
+
 
 class EvictingPeer(CollectingPeer):
     """After the first frame it evicts all that is being fetched, and puts other pages in its place."""
@@ -71,10 +75,10 @@ async def test_a_bad_copy_in_dram_costs_one_fetch_and_is_replaced_from_ssd(tmp_p
         assert other is not None
         other.view[5] ^= 1
         with pytest.raises(Corrupt):
-            await stream_fetch(CollectingPeer(store, space), 1, *fetch)
+            await CollectingPeer(store, space).fetch(*fetch)
         for _ in range(2):  # with the bad copy still in use, and after
             peer = CollectingPeer(store, space)
-            await stream_fetch(peer, 2, *fetch)
+            await peer.fetch(*fetch)
             assert peer.sent == expected
             if other is not None:
                 other.release()
@@ -96,9 +100,7 @@ async def test_a_blob_evicted_in_the_middle_of_its_fetch_is_not_replaced_by_anot
         half = len(page_bytes(prefix[:1], b"v" * 16, 0)) - 64  # less than the slices, so that no blob id can vouch for it
         runs = [Run(number, 0, half) for number in range(len(head))]
         peer = EvictingPeer(store, space)
-        await stream_fetch(
-            peer, 1, pack(FetchRequest(namespace="ns", blobs=len(head), frame_bytes=1 << 20)), b"".join(head) + pack_runs(runs)
-        )
+        await peer.fetch(pack(FetchRequest(namespace="ns", blobs=len(head), frame_bytes=1 << 20)), b"".join(head) + pack_runs(runs))
         expected = b"".join(page_bytes(prefix[: page + 1], b"v" * 16, 0)[:half] for page in range(len(prefix)))
         assert len(peer.sent) == len(expected) > 1 << 20, "one frame took it all: this test shows nothing"
         assert np.array_equal(np.frombuffer(peer.sent, np.uint8), np.frombuffer(expected, np.uint8)), "another blob's bytes were served"
@@ -129,7 +131,7 @@ async def test_a_fetch_cancelled_twice_holds_nothing(tmp_path: Path, monkeypatch
             space.clear_slot(store.find_blob(space, name))
         slow.add(ids[0])
         fetch = pack(FetchRequest(namespace="ns", blobs=len(ids))), b"".join(ids) + pack_runs([Run(i, 0, 64) for i in range(len(ids))])
-        fetching = asyncio.create_task(stream_fetch(CollectingPeer(store, space), 1, *fetch))
+        fetching = asyncio.create_task(CollectingPeer(store, space).fetch(*fetch))
         while not all(store.resident(space, store.find_blob(space, name)) for name in ids[1:]):
             await asyncio.sleep(0.001)
         fetching.cancel()

@@ -7,8 +7,10 @@ the caller, frame by frame.
 import asyncio
 import socket
 from collections.abc import Sequence
+from functools import partial
 
 from kvstore.api.wire.frames import HEADER_BYTES, FrameType, Header, decode_header, encode_bulk
+from kvstore.api.wire.incoming import Incoming
 from kvstore.api.wire.pieces import CHUNK, PieceHasher
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import ConnectionLost
@@ -30,6 +32,9 @@ class Channel:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self._loop = asyncio.get_running_loop()
+        self._reader = Incoming(sock)
+        self._send_limit: float | None = None
+        self._send_until: float | None = None
         self._buffer = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0
         self._spins = 0
@@ -38,8 +43,17 @@ class Channel:
         """What comes before the first frame: nothing on a plain socket."""
 
     def close(self) -> None:
-        """Close the socket; a read or write under way fails."""
+        """Close the socket. Nobody may be reading from it or writing to it."""
+        self._reader.close()
         self.sock.close()
+
+    def bound_reads(self, seconds: float | None) -> None:
+        """How long what is read from now on may be waited for in all. Raises TimeoutError there."""
+        self._reader.bound(seconds)
+
+    def bound_writes(self, seconds: float) -> None:
+        """How long the peer may take in all over what is written from now on. Raises TimeoutError there."""
+        self._send_limit, self._send_until = seconds, None
 
     # --- reading -------------------------------------------------------------------------------------------------------
 
@@ -138,13 +152,15 @@ class Channel:
         count = await self._receive_spinning(target) if self._spins else None
         if count is None:
             try:
-                count = await self._loop.sock_recv_into(self.sock, target)
+                count = await self._reader.receive(partial(self.sock.recv_into, target))
             except OSError as error:
                 raise ConnectionLost(f"the connection broke: {error}") from error
         if count == 0 and not or_end:
             raise ConnectionLost("the peer closed the connection in the middle of a frame")
         if count >= _BULK:
             self._spins = _SPINS
+        elif self._spins:
+            self._spins -= 1  # what comes in drops is worth no spinning
         return count
 
     async def _receive_scattered(self, targets: list[memoryview]) -> int:
@@ -180,6 +196,21 @@ class Channel:
         for first in range(0, len(views), _GATHER):
             await self._send_some(views[first : first + _GATHER])
 
+    def send_now(self, buffers: Sequence[bytes | memoryview]) -> bytes:
+        """Send what the socket takes at once; returns a copy of the rest, to be sent next."""
+        left = b""
+        for first in range(0, len(buffers), _GATHER):
+            views = buffers[first : first + _GATHER]
+            try:
+                sent = 0 if left else self.sock.sendmsg(views)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error}") from error
+            if sent < sum(map(len, views)):
+                left += b"".join(views)[sent:]
+        return left
+
     async def _send_some(self, views: list[memoryview]) -> None:
         try:
             try:
@@ -190,10 +221,20 @@ class Channel:
                 if sent >= len(view):
                     sent -= len(view)
                     continue
-                await self._loop.sock_sendall(self.sock, view[sent:])
+                await self._send_all(view[sent:])
                 sent = 0
         except OSError as error:
             raise ConnectionLost(f"the connection broke: {error}") from error
+
+    async def _send_all(self, view: memoryview | bytes) -> None:
+        """Send what the socket did not take at once."""
+        if self._send_limit is None:
+            await self._loop.sock_sendall(self.sock, view)
+            return
+        if self._send_until is None:
+            self._send_until = self._loop.time() + self._send_limit
+        async with asyncio.timeout_at(self._send_until):
+            await self._loop.sock_sendall(self.sock, view)
 
     async def send_pieces(
         self, frame_type: FrameType, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]

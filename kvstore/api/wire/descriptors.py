@@ -7,6 +7,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from kvstore.api.wire.channel import Channel
 from kvstore.errors import Busy, ConnectionLost, ProtocolError
@@ -47,7 +48,7 @@ class DescriptorChannel(Channel):
                 sent = self.sock.sendmsg(views[:1], rights)
                 break
             except BlockingIOError:
-                await self._wait(writable=True)
+                await self._writable()
             except OSError as error:
                 if error.errno == errno.ETOOMANYREFS:  # of this user, in all sockets: until somebody takes some
                     raise Busy("too many descriptors are under way: others don't take theirs", retry_after_ms=1000) from error
@@ -57,18 +58,19 @@ class DescriptorChannel(Channel):
     async def _fill(self, *, or_end: bool = False) -> bool:
         """As the channel's, for what may be the beginning of a frame: the only reads that may meet descriptors."""
         self._start = self._end = 0
-        while True:
-            try:
-                self._end, ancillary, _, _ = self.sock.recvmsg_into([self._buffer], self._space, socket.MSG_CMSG_CLOEXEC)
-                break
-            except BlockingIOError:
-                if self._spins:  # as in Channel._receive_spinning
+        read = partial(self.sock.recvmsg_into, [self._buffer], self._space, socket.MSG_CMSG_CLOEXEC)
+        try:
+            while self._spins:  # as in Channel._receive_spinning
+                try:
+                    self._end, ancillary, _, _ = read()
+                    break
+                except BlockingIOError:
                     self._spins -= 1
                     await asyncio.sleep(0)
-                else:
-                    await self._wait(writable=False)
-            except OSError as error:
-                raise ConnectionLost(f"the connection broke: {error}") from error
+            else:
+                self._end, ancillary, _, _ = await self._reader.receive(read)
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke: {error}") from error
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._waiting.extend(array.array("i", data[: len(data) - len(data) % _INT]))
@@ -78,19 +80,17 @@ class DescriptorChannel(Channel):
             raise ConnectionLost("the peer closed the connection in the middle of a frame")
         return self._end > 0
 
-    async def _wait(self, *, writable: bool) -> None:
-        """Until the socket can be written or read: the loop has no call for messages with descriptors."""
+    async def _writable(self) -> None:
+        """Until the socket can be written: the loop has no call for messages with descriptors."""
         ready: asyncio.Future[None] = self._loop.create_future()
-        fd, add, remove = self.sock.fileno(), self._loop.add_reader, self._loop.remove_reader
+        fd = self.sock.fileno()
         if fd < 0:
             raise ConnectionLost("the connection was closed")
-        if writable:
-            add, remove = self._loop.add_writer, self._loop.remove_writer
-        add(fd, _set, ready)
+        self._loop.add_writer(fd, _set, ready)
         try:
             await ready
         finally:
-            remove(fd)
+            self._loop.remove_writer(fd)
 
 
 def _set(future: "asyncio.Future[None]") -> None:

@@ -5,10 +5,10 @@ frames a trailer of slice digests. Every length is bounded before anything is re
 """
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import ProtocolError
@@ -89,6 +89,8 @@ class FrameType(IntEnum):
     BUFFERED = 122
 
 
+_TYPES = {int(kind): kind for kind in FrameType}
+
 BULK = frozenset({FrameType.SLICES, FrameType.DATA})
 """Frames whose payload is slices: its digests follow it, and the header's check leaves it out."""
 
@@ -98,8 +100,7 @@ DATA_META = struct.Struct("<Q")
 """DATA: index of the first piece in the fetch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A frame header. `pieces` counts the slices (or pieces of slices) in a bulk frame's payload, else it is 0."""
 
     type: FrameType
@@ -132,10 +133,9 @@ def decode_header(raw: bytes | bytearray | memoryview) -> Header:
         raise ProtocolError(f"not a kvstore frame: it begins with {bytes(raw[:4]).hex()}")
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"frame of protocol version {version}, this side speaks {PROTOCOL_VERSION}")
-    try:
-        frame_type = FrameType(kind)
-    except ValueError:
-        raise ProtocolError(f"unknown frame type {kind}") from None
+    frame_type = _TYPES.get(kind)
+    if frame_type is None:
+        raise ProtocolError(f"unknown frame type {kind}")
     bulk = frame_type in BULK
     limit = MAX_BULK_PAYLOAD if bulk else MAX_CONTROL_PAYLOAD
     if meta_bytes > MAX_META or payload_bytes > limit:
@@ -163,6 +163,8 @@ def encode_bulk(frame_type: FrameType, request: int, meta: bytes, payload_bytes:
 
 
 def _check(head_and_meta: bytes, payload: bytes | memoryview = b"") -> int:
+    if not payload:
+        return xxh3_64_intdigest(head_and_meta)
     state = xxh3_64(head_and_meta)
     state.update(payload)
     return state.intdigest()

@@ -1,0 +1,90 @@
+"""Small fetches of what is in DRAM: answered where they are read, without a task, by one DATA frame and FETCHED in one system call.
+
+A task, its bookkeeping and a second system call are nothing beside a MiB, and most of the time of some KiB.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvstore.api.sessions import Session
+from kvstore.api.streaming import Asked, corrupt
+from kvstore.api.wire import DATA_META, FrameType, check_run, cut, encode, pack
+from kvstore.api.wire.frames import encode_bulk
+from kvstore.api.wire.messages import Fetched
+from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
+from kvstore.store import Store
+
+SMALL_BYTES = 512 << 10
+SMALL_RUNS = 256
+
+Buffers = list[bytes | memoryview]
+
+
+class Peer(Protocol):
+    """The connection that it goes out by."""
+
+    store: Store
+    session: Session
+
+    async def send_at_once(self, gather: Callable[[], Buffers | None]) -> bool:
+        """Send what `gather` returns, which is called when it can be sent; False if that is nothing."""
+
+
+async def fetch_small(connection: Peer, request: int, asked: Asked) -> bool:
+    """Answer a FETCH, if it is small and all of it is in DRAM. Raises as `stream_fetch`; then nothing was sent."""
+    if asked.provisional or asked.nbytes > min(SMALL_BYTES, asked.frame_bytes or SMALL_BYTES) or len(asked.runs) > SMALL_RUNS:
+        return False
+    store = connection.store
+    store.quotas.start_fetch(asked.tenant, asked.nbytes)
+    try:
+        sent = await connection.send_at_once(lambda: _gather(store, request, asked))
+    finally:
+        store.quotas.end(asked.tenant, asked.nbytes)
+    if sent:
+        store.stats.fetches += 1
+        store.stats.fetch_bytes += asked.nbytes
+    return sent
+
+
+def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
+    """The whole answer, verified; None if something is not in DRAM. Holds only until the loop goes on: nothing is pinned."""
+    space = asked.space
+    rows = [store.find_blob(space, name) for name in asked.names]
+    stored: list[memoryview] = []
+    for row in rows:
+        if (view := store.resident(space, row)) is None:
+            return None
+        stored.append(view)
+    pieces: list[memoryview] = []
+    trailer: list[bytes] = []
+    named: set[int] = set()
+    for run in asked.runs:
+        row, view = rows[run.blob], stored[run.blob]
+        layout = space.blobs.layout_of(row)
+        check_run(run, layout)
+        table = bytes(view[layout.payload_bytes :])
+        if run.blob not in named:
+            if blob_id(table) != asked.names[run.blob]:
+                corrupt(store, space, row)
+            named.add(run.blob)
+        verified = -1
+        for piece in cut(run, layout):
+            if piece.slice != verified:
+                whole = view[layout.offsets[piece.slice] : layout.offsets[piece.slice + 1]]
+                promise = table[piece.slice * DIGEST_BYTES : (piece.slice + 1) * DIGEST_BYTES]
+                if slice_digest(whole) != promise:
+                    corrupt(store, space, row)
+                verified = piece.slice
+            if piece.whole:
+                pieces.append(whole)
+                trailer.append(promise)
+            else:
+                part = view[piece.offset : piece.offset + piece.size]
+                pieces.append(part)
+                trailer.append(slice_digest(part))
+    fetched = Fetched(pieces=len(pieces), payload_bytes=asked.nbytes)
+    return [
+        encode_bulk(FrameType.DATA, request, DATA_META.pack(0), asked.nbytes, len(pieces)),
+        *pieces,
+        b"".join([*trailer, *map(bytes, encode(FrameType.FETCHED, request, pack(fetched)))]),
+    ]
