@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 ORACLE := .venv-oracle
+PEERS := .venv-peers
 
-.PHONY: demo factory test test-oracle openapi crash cuts flips fuzz soak lint format bench lock clean
+.PHONY: demo factory test test-oracle openapi crash cuts flips fuzz soak lint format bench bench-peers lock clean
 
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)
@@ -54,6 +55,9 @@ bench: $(STAMP) ## Run the benchmarks (iperf3 is measured beside ours where it i
 	$(BIN)/python -m bench.arena_churn $(ARGS)
 	$(BIN)/python -m bench.same_host $(ARGS)
 
+bench-peers: $(PEERS)/.installed ## Measure ours beside Valkey, Redis, Mooncake, LMCache, iperf3 and fio (JSON=FILE PNG=FILE MARKDOWN=FILE)
+	$(PEERS)/bin/python -m bench.peers $(if $(JSON),--json $(JSON)) $(if $(PNG),--png $(PNG)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
 lock: ## Renew constraints.txt from what the newest packages resolve to
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -70,6 +74,13 @@ $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt -e '.[server,dev]'
 	@touch $@
 
+$(PEERS)/.installed: pyproject.toml constraints.txt bench/peers/requirements.txt bench/peers/install.sh
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstore needs Python 3.11 or later; say which with make PYTHON=...")'
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt -e '.[server]'
+	sh bench/peers/install.sh $(PEERS)
+	@touch $@
+
 $(ORACLE)/.installed: tests/oracle/requirements.txt tests/oracle/sglang.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstore needs Python 3.11 or later; say which with make PYTHON=...")'
 	$(PYTHON) -m venv $(ORACLE)
@@ -80,4 +91,4 @@ $(ORACLE)/.installed: tests/oracle/requirements.txt tests/oracle/sglang.txt
 	@touch $@
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) $(ORACLE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(ORACLE) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
