@@ -123,18 +123,6 @@ def _check_meta(path: Path, entry_bytes: int) -> None:
         mark_damaged(path)
 
 
-def map_address(path: Path) -> int:
-    """Where the data file of the environment in a folder is mapped into this process."""
-    wanted = (path / DATA_FILE).stat()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, offset, device, inode, *_ = line.split(maxsplit=5)
-        if int(inode) == wanted.st_ino and offset.strip("0") == "":
-            major, minor = (int(part, 16) for part in device.split(":"))
-            if os.makedev(major, minor) == wanted.st_dev:
-                return int(span.split("-")[0], 16)
-    raise DataDirError(f"{path / DATA_FILE} is not mapped where it should be")
-
-
 def no_room(path: Path) -> bool:
     """Whether a file of the environment in a folder can't grow. LMDB calls a write that was cut short an I/O error, whatever cut it."""
     disk = os.statvfs(path)

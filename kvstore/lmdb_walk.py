@@ -14,11 +14,11 @@ MAGIC, DATA_VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<16xII16xI76xQQQQ")
 """Of a meta page: magic, version, page size, entries and root of the main database, last page used, transaction."""
 _PAGE = struct.Struct("<QHHHH")
-_OVERFLOW = struct.Struct("<QHHI")
-_NODE = struct.Struct("<HHHH")
-_BRANCH, _LEAF, _OVERFLOW_FLAG = 1, 2, 4
-_BIG_DATA = 1
-_NO_PAGE = (1 << 64) - 1
+OVERFLOW = struct.Struct("<QHHI")
+NODE = struct.Struct("<HHHH")
+BRANCH, LEAF, OVERFLOW_PAGE = 1, 2, 4
+BIG_DATA = 1
+NO_PAGE = (1 << 64) - 1
 _MAX_DEPTH = 32
 
 
@@ -44,13 +44,20 @@ def read_metas(file: Path) -> list[Meta]:
     with file.open("rb") as data:
         for at in (0, 4096, 8192, 16_384, 32_768, 65_536):
             data.seek(at)
-            head = data.read(_META.size)
-            if len(head) < _META.size:
-                continue
-            magic, version, page_size, entries, root, last_page, transaction = _META.unpack(head)
-            if magic == MAGIC and version == DATA_VERSION and page_size in (4096, 8192, 16_384, 32_768, 65_536) and at in (0, page_size):
-                found.append(Meta(page_size, entries, root, last_page, transaction))
+            meta = unpack_meta(data.read(_META.size))
+            if meta is not None and at in (0, meta.page_size):
+                found.append(meta)
     return found
+
+
+def unpack_meta(head: bytes) -> Meta | None:
+    """What a meta page says that begins so; None if it is none."""
+    if len(head) < _META.size:
+        return None
+    magic, version, page_size, entries, root, last_page, transaction = _META.unpack_from(head)
+    if magic != MAGIC or version != DATA_VERSION or page_size not in (4096, 8192, 16_384, 32_768, 65_536):
+        return None
+    return Meta(page_size, entries, root, last_page, transaction)
 
 
 class Walk:
@@ -64,21 +71,21 @@ class Walk:
 
     def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
         try:
-            if self._meta is not None and self._meta.root != _NO_PAGE:
+            if self._meta is not None and self._meta.root != NO_PAGE:
                 yield from self._subtree(self._meta.root, _MAX_DEPTH)
         finally:
             os.close(self._fd)
 
     def _subtree(self, number: int, depth: int) -> Iterator[tuple[bytes, bytes]]:
         page = self._read(number, 1)
-        nodes = [] if page is None else _nodes(page, number)
+        nodes = [] if page is None else page_nodes(page, number)
         if page is None or not nodes or not depth:
             self.skipped += 1
             return
-        flags = _PAGE.unpack_from(page)[2]
+        flags = page_flags(page)
         for at in nodes:
-            low, high, node_flags, key_size = _NODE.unpack_from(page, at)
-            if flags & _BRANCH:
+            low, high, node_flags, key_size = NODE.unpack_from(page, at)
+            if flags & BRANCH:
                 yield from self._subtree(low | high << 16 | node_flags << 32, depth - 1)
                 continue
             key = page[at + 8 : at + 8 + key_size]
@@ -89,17 +96,17 @@ class Walk:
                 yield key, value
 
     def _value(self, page: bytes, at: int, size: int, flags: int) -> bytes | None:
-        if not flags & _BIG_DATA:
+        if not flags & BIG_DATA:
             return page[at : at + size] if at + size <= len(page) else None
         if at + 8 > len(page):
             return None
         number = int.from_bytes(page[at : at + 8], "little")
         assert self._meta is not None
-        run = self._read(number, -(-(size + _OVERFLOW.size) // self._meta.page_size))
+        run = self._read(number, -(-(size + OVERFLOW.size) // self._meta.page_size))
         if run is None:
             return None
-        found, _, kind, _ = _OVERFLOW.unpack_from(run)
-        return run[_OVERFLOW.size : _OVERFLOW.size + size] if found == number and kind & _OVERFLOW_FLAG else None
+        found, _, kind, _ = OVERFLOW.unpack_from(run)
+        return run[OVERFLOW.size : OVERFLOW.size + size] if found == number and kind & OVERFLOW_PAGE else None
 
     def _read(self, number: int, count: int) -> bytes | None:
         assert self._meta is not None
@@ -113,10 +120,15 @@ class Walk:
         return data if len(data) == count * size else None
 
 
-def _nodes(page: bytes, number: int) -> list[int]:
+def page_flags(page: bytes) -> int:
+    """What kind of page it is."""
+    return int(_PAGE.unpack_from(page)[2])
+
+
+def page_nodes(page: bytes, number: int) -> list[int]:
     """Offsets of the nodes of a branch or leaf page; empty if it is not one."""
     found, _, flags, lower, upper = _PAGE.unpack_from(page)
     count = (lower - _PAGE.size) // 2
-    if found != number or flags & (_BRANCH | _LEAF) not in (_BRANCH, _LEAF) or not _PAGE.size <= lower <= upper <= len(page):
+    if found != number or flags & (BRANCH | LEAF) not in (BRANCH, LEAF) or not _PAGE.size <= lower <= upper <= len(page):
         return []
-    return [at for at in struct.unpack_from(f"<{count}H", page, _PAGE.size) if lower <= at <= len(page) - _NODE.size]
+    return [at for at in struct.unpack_from(f"<{count}H", page, _PAGE.size) if lower <= at <= len(page) - NODE.size]

@@ -6,11 +6,11 @@ durable when `commit` returns. LMDB has no checksums: what is read is verified a
 
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import lmdb
-import numpy as np
 
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Corrupt, NotFound
@@ -20,13 +20,13 @@ from kvstore.lmdb_files import (
     STRUCTURAL,
     Gate,
     check_order,
-    map_address,
     mark_damaged,
     no_room,
     open_environment,
     open_readonly,
     writing,
 )
+from kvstore.lmdb_find import Damaged, Overtaken, Place, find_values
 from kvstore.tiers import Usage
 
 _KEY = struct.Struct(">I16sH")
@@ -34,6 +34,9 @@ _PROBE_NUMBER = 0xFFFFFFFF
 """The namespace of what is written to see whether writing works; no namespace has it, so a rest is swept at the next start."""
 _PAGE_HEADER = 16
 """LMDB's header on a run of overflow pages: an extent and its header fill whole pages."""
+_MOST_TRIES = 100
+_MOST_AT_ONCE = 32
+"""Extents that are read by one call, if they follow each other: 2 MiB."""
 
 DEFAULT_EXTENT_BYTES = (68 << 10) - _PAGE_HEADER
 """A little over 64 KiB, so that a blob whose payload is a power of two finds room for its digests in the last extent."""
@@ -72,7 +75,7 @@ class BlobFile:
         self._env = open_environment(self._path, self._map_bytes, entry_bytes=self.extent_bytes, max_spare_txns=8, max_readers=126)
         self._extents: int = self._env.stat()["entries"]
         self._fd = os.open(self._path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
-        self._map_start = map_address(self._path)
+        self._page_bytes: int = self._env.stat()["psize"]
 
     @classmethod
     def readonly(cls, path: Path) -> "BlobFile":
@@ -80,7 +83,7 @@ class BlobFile:
         file = cls.__new__(cls)
         file._path, file._readonly, file._gate, file._env = path, True, Gate(), open_readonly(path)
         file._fd = os.open(path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
-        file._map_start = map_address(path)
+        file._page_bytes = file._env.stat()["psize"]
         with file._env.begin() as txn, txn.cursor() as cursor:
             file.extent_bytes = len(cursor.value()) if cursor.first() else DEFAULT_EXTENT_BYTES
         file._extents = file._env.stat()["entries"]
@@ -159,8 +162,8 @@ class BlobFile:
         try:
             with self._gate.shared():
                 self._copy_out(number, blob, target, uncached=uncached)
-        except lmdb.Error as error:
-            if isinstance(error, STRUCTURAL) and not self._readonly:
+        except (lmdb.Error, Damaged) as error:
+            if isinstance(error, (*STRUCTURAL, Damaged)) and not self._readonly:
                 mark_damaged(self._path)
             raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
         except OSError as error:
@@ -168,24 +171,60 @@ class BlobFile:
         verify_stored(blob, layout, target)
 
     def _copy_out(self, number: int, blob: bytes, out: memoryview, *, uncached: bool) -> None:
-        """LMDB says where the extents lie, and they are read with pread: an I/O error is an error then, not the end of the process."""
-        with self._env.begin(buffers=True) as txn:
-            for extent, offset in enumerate(range(0, len(out), self.extent_bytes)):
-                value = txn.get(_KEY.pack(number, blob, extent))
-                if value is None:
-                    raise NotFound(f"blob {blob.hex()} is not on SSD")
-                wanted = out[offset : offset + self.extent_bytes]
-                if len(value) < len(wanted):
-                    raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
-                at = np.frombuffer(value, np.uint8).ctypes.data - self._map_start
-                if uncached:
-                    os.posix_fadvise(self._fd, at, len(wanted), os.POSIX_FADV_DONTNEED)
-                done = 0
-                while done < len(wanted):
-                    got = os.preadv(self._fd, [wanted[done:]], at + done)
-                    if not got:
-                        raise Corrupt(f"blob {blob.hex()}: the file ends in extent {extent}")
-                    done += got
+        """The extents are read with preadv: an I/O error is an error then, not the end of the process."""
+        for _ in range(_MOST_TRIES):
+            with self._env.begin() as txn:  # until it ends, what is in the file stays as it is
+                try:
+                    places = find_values(self._fd, txn.id(), _KEY.pack(number, blob, 0)[:-2], self._page_bytes)
+                except Overtaken:  # there were two commits since it began
+                    continue
+                for stretch in self._stretches(number, blob, len(out), places):
+                    self._read_stretch(stretch, out, uncached=uncached)
+                return
+        raise Unreadable(f"blob {blob.hex()}: {_MOST_TRIES} times the file was written to twice while it was looked for")
+
+    def _stretches(self, number: int, blob: bytes, nbytes: int, places: list[Place]) -> Iterator[tuple[int, int, int]]:
+        """Extents of a blob that follow each other in the file, as (place in the file, place in the stored form, bytes)."""
+        begun: tuple[int, int, int] | None = None
+        for extent, offset in enumerate(range(0, nbytes, self.extent_bytes)):
+            if extent >= len(places) or places[extent].key != _KEY.pack(number, blob, extent):
+                raise NotFound(f"blob {blob.hex()} is not on SSD")
+            size = min(self.extent_bytes, nbytes - offset)
+            if places[extent].nbytes < size:
+                raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
+            at = places[extent].at
+            if begun is not None:
+                first, start, length = begun
+                extents = length // self.extent_bytes
+                if at == first + extents * (self.extent_bytes + _PAGE_HEADER) and extents < _MOST_AT_ONCE:
+                    begun = first, start, length + size
+                    continue
+                yield begun
+            begun = at, offset, size
+        if begun is not None:
+            yield begun
+
+    def _read_stretch(self, stretch: tuple[int, int, int], out: memoryview, *, uncached: bool) -> None:
+        """One preadv for all of it; the headers that LMDB has between extents go nowhere."""
+        at, start, nbytes = stretch
+        header = memoryview(bytearray(_PAGE_HEADER))
+        buffers: list[memoryview] = []
+        for offset in range(start, start + nbytes, self.extent_bytes):
+            buffers += [out[offset : min(offset + self.extent_bytes, start + nbytes)], header]
+        buffers.pop()
+        left = sum(map(len, buffers))
+        if uncached:
+            os.posix_fadvise(self._fd, at, left, os.POSIX_FADV_DONTNEED)
+        while True:
+            got = os.preadv(self._fd, buffers, at)
+            if not got:
+                raise Corrupt(f"the file of blobs ends at {at}, in a blob")
+            at, left = at + got, left - got
+            if not left:
+                return
+            while got >= len(buffers[0]):
+                got -= len(buffers.pop(0))
+            buffers[0] = buffers[0][got:]
 
     def stored_blobs(self, number: int, after: bytes = b"", limit: int = 1 << 62) -> list[tuple[bytes, int]]:
         """The next (blob id, extents) of a namespace as the file has them, in order of id, behind the id `after`."""

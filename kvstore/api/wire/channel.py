@@ -20,6 +20,8 @@ _DIRECT = 4 << 10
 """Reads of at least so many bytes go straight to their destination."""
 _GATHER = 64
 _BULK = 16 << 10
+_SEND = 512 << 10
+"""Bulk is hashed and then sent by so much: in the second-level cache still, and few system calls."""
 _SPINS = 40
 
 
@@ -249,12 +251,12 @@ class Channel:
         digests: list[bytes] = []
         for piece in pieces:
             hasher = PieceHasher(piece, [len(piece)])
-            for start in range(0, len(piece), CHUNK):
-                end = min(start + CHUNK, len(piece))
+            for start in range(0, len(piece), _SEND):
+                end = min(start + _SEND, len(piece))
                 hasher.advance(end)
                 pending.append(piece[start:end])
                 waiting += end - start
-                if waiting >= CHUNK:
+                if waiting >= _SEND:
                     await self.send(pending)
                     pending, waiting = [], 0
             digests += hasher.digests

@@ -7,7 +7,7 @@ that costs a quarter of the throughput (docs/decisions/0004-hash-while-streaming
 from xxhash import xxh3_128, xxh3_128_digest
 
 CHUNK = 128 << 10
-"""Bytes hashed and then sent at a time: well inside a second-level cache."""
+"""Bytes hashed at a time as they arrive: well inside a second-level cache."""
 
 
 class PieceHasher:
