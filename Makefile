@@ -74,7 +74,7 @@ $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt -e '.[server,dev]'
 	@touch $@
 
-$(PEERS)/.installed: pyproject.toml constraints.txt bench/peers/requirements.txt bench/peers/install.sh
+$(PEERS)/.installed: pyproject.toml constraints.txt bench/peers/requirements.txt bench/peers/lmcache.txt bench/peers/install.sh
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstore needs Python 3.11 or later; say which with make PYTHON=...")'
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt -e '.[server]'

@@ -8,6 +8,7 @@ ratios are medians over repetitions. A peer that is not here is left out with a 
 import argparse
 import asyncio
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,7 @@ def main() -> None:
     if settings.png is not None:
         picture.can_draw()
     alone.enter("bench.peers", sys.argv[1:])
-    plan = plan_of(settings)
+    plan, began = plan_of(settings), time.monotonic()
     report = Report("peers", _settings(plan, settings))
     left_out: dict[str, str] = {}
     if {"tcp", "small"} & set(settings.sections):
@@ -88,7 +89,11 @@ def main() -> None:
     if "ssd" in settings.sections:
         report.settings["ssd"] = ssd_fetch.measure(report, ssd_fetch.Plan.of(quick=settings.quick, folder=settings.folder))
         ratios.ssd(report)
-    report.settings["left_out"] = left_out
+    report.settings |= {
+        "left_out": left_out,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "took_s": round(time.monotonic() - began),
+    }
     report.show("ours beside peers")
     report.write(settings.json)
     if settings.markdown is not None:

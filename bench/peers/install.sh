@@ -36,3 +36,15 @@ sed 's/ *#.*//' "$here/requirements.txt" | while read -r requirement; do
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$requirement" </dev/null ||
         echo "bench-peers: $requirement can't be installed, and is left out" >&2
 done
+
+# LMCache's server brings torch: 1 GB, or 6 GB where torch comes with its libraries for devices.
+lmcache=0.5.6
+if [ "$(df -Pk "$environment" | awk 'NR == 2 {print $4}')" -lt 15000000 ]; then
+    echo "bench-peers: LMCache is left out, as there are less than 15 GB free" >&2
+elif ! { python=$("$environment/bin/python" -c 'import sys; print(sys._base_executable)') &&
+    "$python" -m venv "$environment/lmcache" &&
+    "$environment/lmcache/bin/python" -m pip install --quiet --disable-pip-version-check -r "$here/lmcache.txt" &&
+    "$environment/lmcache/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "lmcache==$lmcache"; }; then
+    echo "bench-peers: LMCache can't be installed, and is left out" >&2
+    rm -rf "$environment/lmcache"
+fi

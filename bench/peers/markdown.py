@@ -40,7 +40,7 @@ def _row(what: str, shape: str, connections: int, store: str) -> str:
 def _speeds(report: Report, what: str, cells: list[tuple[str, int]]) -> str:
     if not cells:
         return ""
-    stores = [name for name in ("ours", *STORES) if any(report.values(_row(what, *cell, name)) for cell in cells)]
+    stores = [name for name in ("ours", *STORES, "valkey_py") if any(report.values(_row(what, *cell, name)) for cell in cells)]
     lines = [f"| {what}, GiB/s | connections | {' | '.join(stores)} | iperf3 |", "| --- " * (len(stores) + 3) + "|"]
     for shape, connections in cells:
         measured = [spread(report, _row(what, shape, connections, name)) for name in stores]

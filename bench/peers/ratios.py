@@ -52,6 +52,8 @@ def transfers(report: Report, cells: list[str]) -> None:
             _ratio(report, f"{what}_{cell}_vs_iperf3", ours, f"iperf3_{cell}")
             if (peer := best_peer(report, f"{what}_{cell}")) is not None:
                 _ratio(report, f"{what}_{cell}_vs_best_peer", ours, f"{what}_{cell}_{peer}")
+            for store in (*STORES, "valkey_py"):
+                _ratio(report, f"{what}_{cell}_vs_{store}", ours, f"{what}_{cell}_{store}")
     _ratio(report, "batch_32x1.5MiB_vs_64MiB", "get_32x1.5MiB_ours", "get_64MiB_ours")
 
 

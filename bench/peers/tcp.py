@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bench.peers.driver import Driver
+from bench.peers.lmcache_server import LMCache
 from bench.peers.mooncake_tcp import Mooncake
 from bench.peers.ours import Ours
 from bench.peers.peer import MIB, Bytes, Moved, Peer, Shape, Unavailable
@@ -18,7 +19,7 @@ from bench.report import Report
 BATCH = Shape(3 * MIB // 2, 32)
 MANY = Shape(4096, 64, 16 * MIB)
 ONE = Shape(4096, 1, 4 * MIB)
-KINDS: tuple[type[Peer], ...] = (Ours, Valkey, Redis, Mooncake)
+KINDS: tuple[type[Peer], ...] = (Ours, Valkey, Redis, Mooncake, LMCache)
 
 
 def large(mib: int) -> Shape:
@@ -158,6 +159,8 @@ class Transfers:
             for what in ("get", "put"):
                 if driver in self._stores.drivers:
                     self._add(f"{what}_{name}_{driver.name}", repetition, self._move(driver, what, shape, connections))
+            if connections == 1 and driver.name == Valkey.name and driver in self._stores.drivers:
+                self._add(f"get_{name}_{driver.name}_py", repetition, self._move(driver, "get_by_library", shape, connections))
 
     def _add(self, what: str, repetition: int, moved: Moved | None) -> None:
         if moved is not None:
