@@ -7,6 +7,7 @@ ratios are medians over repetitions. A peer that is not here is left out with a 
 
 import argparse
 import asyncio
+import json
 import sys
 import time
 from pathlib import Path
@@ -26,8 +27,9 @@ def plan_of(settings: argparse.Namespace) -> tcp.Plan:
     big, batch = tcp.large(64), tcp.BATCH
     if settings.quick:
         return tcp.Plan([[tcp.large(16)], [big, batch]], [1], [1], 3, 0.2, settings.peers)
-    groups = [[tcp.large(16)], [big, batch], [tcp.large(4)], [tcp.large(1)]]
-    return tcp.Plan(groups, [1, 2, 4, 8], [1, 4], settings.repetitions, settings.seconds, settings.peers)
+    groups = [[big, batch] if mib == 64 else [tcp.large(mib)] for mib in settings.sizes]
+    few = [number for number in settings.connections if number in (1, 4)]
+    return tcp.Plan(groups, settings.connections, few, settings.repetitions, settings.seconds, settings.peers)
 
 
 def over_tcp(report: Report, plan: tcp.Plan, sections: list[str]) -> dict[str, str]:
@@ -45,9 +47,6 @@ def over_tcp(report: Report, plan: tcp.Plan, sections: list[str]) -> dict[str, s
             transfers.close()
     finally:
         stores.stop()
-    shapes = [(shape, plan.connections if shape.pages == 1 else plan.batch_connections) for group in plan.groups for shape in group]
-    ratios.transfers(report, [tcp.cell(shape, number) for shape, connections in shapes for number in connections])
-    ratios.small(report)
     return stores.left_out
 
 
@@ -56,12 +55,6 @@ def on_same_host(report: Report, settings: argparse.Namespace) -> None:
     own = argparse.Namespace(sizes=[16], repetitions=3 if settings.quick else settings.repetitions, seconds=0.1 if settings.quick else 0.4)
     own.peer_python = sys.executable
     asyncio.run(same_host.measure(report, own))
-    report.ratios = {
-        name: value
-        for name, value in report.ratios.items()
-        if "_16MiB_vs_numpy_copy" not in name and not name.endswith("_16MiB_vs_mooncake")
-    }
-    ratios.same_host(report)
 
 
 def main() -> None:
@@ -71,6 +64,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.3, help="of each measurement, at least")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME", help=", ".join(SECTIONS))
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 4, 1], metavar="MIB", help="64 brings the batches of 1.5 MiB")
+    parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="start from the rows of an earlier run that measured other things")
     names = [kind.name for kind in tcp.KINDS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=f"over TCP: {', '.join(names)}")
     parser.add_argument("--folder", type=Path, help="on the file system to measure the SSD tier on (default: the system's temporary one)")
@@ -81,6 +77,8 @@ def main() -> None:
     alone.enter("bench.peers", sys.argv[1:])
     plan, began = plan_of(settings), time.monotonic()
     report = Report("peers", _settings(plan, settings))
+    if settings.add is not None:
+        report.rows = json.loads(settings.add.read_text())["rows"]
     left_out: dict[str, str] = {}
     if {"tcp", "small"} & set(settings.sections):
         left_out = over_tcp(report, plan, settings.sections)
@@ -88,7 +86,7 @@ def main() -> None:
         on_same_host(report, settings)
     if "ssd" in settings.sections:
         report.settings["ssd"] = ssd_fetch.measure(report, ssd_fetch.Plan.of(quick=settings.quick, folder=settings.folder))
-        ratios.ssd(report)
+    ratios.all_of(report)
     report.settings |= {
         "left_out": left_out,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),

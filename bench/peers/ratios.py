@@ -44,6 +44,16 @@ GOALS = (
 )
 
 
+def all_of(report: Report) -> None:
+    """All ratios that there are rows for, in place of what the parts of the run have noted."""
+    report.ratios = {}
+    cells = [row["what"][4:-5] for row in report.rows if row["what"].startswith("get_") and row["what"].endswith("_ours")]
+    transfers(report, list(dict.fromkeys(cells)))
+    small(report)
+    same_host(report)
+    ssd(report)
+
+
 def transfers(report: Report, cells: list[str]) -> None:
     """Ratios of gets and puts to iperf3 and to the best peer, for cells named as in the rows (16MiB, 16MiB_4conn, …)."""
     for cell in cells:

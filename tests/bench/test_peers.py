@@ -62,10 +62,7 @@ def test_every_goal_is_of_a_ratio_that_a_run_can_have() -> None:
     names = ("numpy_copy", "fetch", "put", "put_any_memory", "mooncake_get", "mooncake_put", "lease_and_view", "ssd_cold", "fio")
     rows |= {f"{name}_16MiB": [1.0] for name in names}
     report = report_of(**rows)
-    ratios.transfers(report, ["16MiB", "16MiB_2conn", "16MiB_4conn", "64MiB", "32x1.5MiB"])
-    ratios.small(report)
-    ratios.same_host(report)
-    ratios.ssd(report)
+    ratios.all_of(report)
     assert {goal.name for goal in ratios.GOALS} <= set(report.ratios)
     assert markdown.goals(report).count("\n") == 2 + len(ratios.GOALS)
 
