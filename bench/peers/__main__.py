@@ -8,6 +8,7 @@ ratios are medians over repetitions. A peer that is not here is left out with a 
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -75,6 +76,7 @@ def main() -> None:
     if settings.png is not None:
         picture.can_draw()
     alone.enter("bench.peers", sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended, too
     plan, began = plan_of(settings), time.monotonic()
     report = Report("peers", _settings(plan, settings))
     if settings.add is not None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -84,6 +85,7 @@ def _serve(pipe: Connection, kind: type[Peer], source: Bytes, folder: Path) -> N
     log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # meant for all: the parent says `stop` then. Servers have the default again
     peer = kind(source, folder)
     try:
         while True:

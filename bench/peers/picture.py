@@ -40,6 +40,7 @@ def draw(report: Report, path: Path) -> None:
         axes.set_ylabel("GiB/s")
         axes.set_title(f"{what} over one TCP connection on loopback (medians; the lines are minimum and maximum)")
         if shapes:
-            axes.legend()
+            axes.set_ylim(top=1.2 * axes.get_ylim()[1])
+            axes.legend(loc="upper left", ncols=len(names) + 1)
         axes.grid(visible=True, axis="y", alpha=0.3)
     figure.savefig(path)
