@@ -6,6 +6,8 @@ from bench.report import Report
 
 STORES = ("valkey", "redis", "mooncake", "lmcache")
 """The peers over TCP, as rows name them."""
+_BEST_OF = ("valkey", "redis", "mooncake")
+"""Those that the best peer is taken of: stores that somebody would keep caches in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def transfers(report: Report, cells: list[str]) -> None:
 
 def best_peer(report: Report, prefix: str) -> str | None:
     """The store with the highest median, if there is any."""
-    speeds = {name: report.median(f"{prefix}_{name}") for name in STORES if report.values(f"{prefix}_{name}")}
+    speeds = {name: report.median(f"{prefix}_{name}") for name in _BEST_OF if report.values(f"{prefix}_{name}")}
     return max(speeds, key=speeds.__getitem__) if speeds else None
 
 
