@@ -23,6 +23,8 @@ _BULK = 16 << 10
 _SEND = 512 << 10
 """Bulk is hashed and then sent by so much: in the second-level cache still, and few system calls."""
 _SPINS = 40
+_LOW_WATER = 256 << 10
+"""So much of a bulk payload, or what is left of it, is waited for at a time."""
 
 
 class Channel:
@@ -32,6 +34,9 @@ class Channel:
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._marks = sock.family in (socket.AF_INET, socket.AF_INET6)
+        """Whether the kernel can be asked to wake us only for so much; a Unix socket wakes for anything."""
+        self._mark = 1
         self.sock = sock
         self._loop = asyncio.get_running_loop()
         self._reader = Incoming(sock)
@@ -126,7 +131,7 @@ class Channel:
             if count:
                 target[:count] = self._buffer[self._start : self._start + count]
                 self._start += count
-            elif self._spins or len(target) >= _DIRECT:
+            elif self._marks or self._spins or len(target) >= _DIRECT:
                 count = await self._receive_scattered([target, *targets[at + 1 : at + _GATHER]])
             else:
                 await self._fill()
@@ -151,25 +156,39 @@ class Channel:
         return self._end > 0
 
     async def _receive(self, target: memoryview, *, or_end: bool = False) -> int:
-        count = await self._receive_spinning(target) if self._spins else None
+        count = await self._receive_spinning(target) if self._spins and not self._marks else None
         if count is None:
+            self._wake_for(min(len(target), _LOW_WATER) if len(target) > _BUFFER else 1)
             try:
-                count = await self._reader.receive(partial(self.sock.recv_into, target))
+                count = await self._reader.receive(partial(self.sock.recv_into, target), at_once=self._mark == 1)
             except OSError as error:
                 raise ConnectionLost(f"the connection broke: {error}") from error
         if count == 0 and not or_end:
             raise ConnectionLost("the peer closed the connection in the middle of a frame")
-        if count >= _BULK:
+        if count >= _BULK and not self._marks:
             self._spins = _SPINS
         elif self._spins:
             self._spins -= 1  # what comes in drops is worth no spinning
         return count
 
+    def _wake_for(self, nbytes: int) -> None:
+        """Let the loop hear of the socket once so many bytes are there, or its end (SO_RCVLOWAT)."""
+        if self._marks and nbytes != self._mark:
+            self._mark = nbytes
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
     async def _receive_scattered(self, targets: list[memoryview]) -> int:
         """As `_receive`, into several buffers while bulk is flowing."""
-        count = await self._receive_spinning(targets) if self._spins and len(targets) > 1 else None
-        if count is None:
+        if len(targets) == 1:
             return await self._receive(targets[0])
+        count = await self._receive_spinning(targets) if self._spins and not self._marks else None
+        if count is None:
+            total = sum(map(len, targets))
+            self._wake_for(min(total, _LOW_WATER) if total > _BUFFER else 1)
+            try:
+                count = (await self._reader.receive(partial(self.sock.recvmsg_into, targets), at_once=self._mark == 1))[0]
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error}") from error
         if count == 0:
             raise ConnectionLost("the peer closed the connection in the middle of a frame")
         return count

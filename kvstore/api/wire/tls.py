@@ -35,6 +35,7 @@ class TlsChannel(Channel):
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_name: str | None = None) -> None:
         super().__init__(sock)
+        self._marks = False  # how many bytes a record takes is not known before it is there
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_name is None, server_hostname=server_name)
         self._raw = memoryview(bytearray(_RECORD))
