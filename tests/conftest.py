@@ -1,5 +1,6 @@
 """Fixtures: the watchdog on blocking calls, and real daemons."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from kvstore.store.datadir import DataDir
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.text import RecipeFile
 from kvstore_workers.daemon_process import DaemonProcess
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the suite starts some hundred processes: each would compile all of kvstore for itself
 
 BLOCKING = [
     *(

@@ -11,16 +11,18 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
-import numpy as np
-import numpy.typing as npt
 import typer
-from rich.console import Console
 
-from kvstore.api.wire import client_context
 from kvstore.errors import BadRequest, ConnectionLost, KVStoreError, NotFound, error_from_code
-from kvstore_client import Client
+
+if TYPE_CHECKING:  # imported where they are needed: commands that need neither numpy nor the SDK start in half the time without
+    import numpy as np
+    import numpy.typing as npt
+    from rich.console import Console
+
+    from kvstore_client import Client
 
 DEFAULT_HTTP = "http://127.0.0.1:7420"
 DEFAULT_DATA = "127.0.0.1:7421"
@@ -56,14 +58,20 @@ class Credentials:
 
     def tls(self, address: str) -> ssl.SSLContext | None:
         """For a URL or an endpoint that asks for TLS."""
-        return client_context(self.tls_ca) if address.startswith(("https://", "tls://")) else None
+        if not address.startswith(("https://", "tls://")):
+            return None
+        from kvstore.api.wire import client_context
+
+        return client_context(self.tls_ca)
 
 
 credentials = Credentials()
 
 
-def connect(endpoint: str) -> Client:
+def connect(endpoint: str) -> "Client":
     """A client of the data plane."""
+    from kvstore_client import Client
+
     return Client(endpoint, token=credentials.token, tls=credentials.tls(endpoint))
 
 
@@ -124,14 +132,18 @@ def print_error(error: KVStoreError) -> None:
     print(f"kvstore: {error.code}: {error.message}", file=sys.stderr)
 
 
-def table_console() -> Console:
+def table_console() -> "Console":
     """A console for tables. Not a terminal, it is as wide as they need: nothing is cut when output is piped."""
+    from rich.console import Console
+
     console = Console()
     return console if console.is_terminal else Console(width=_PIPED_WIDTH)
 
 
-def parse_tokens(text: str) -> npt.NDArray[np.uint32]:
+def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
     """Tokens as given on the command line. Raises BadRequest."""
+    import numpy as np
+
     try:
         if text == "-":
             return _numbers(sys.stdin.read())
@@ -153,8 +165,10 @@ def parse_tokens(text: str) -> npt.NDArray[np.uint32]:
         raise BadRequest(f"can't read tokens from {text[:60]!r}: {error}") from error
 
 
-def _numbers(text: str) -> npt.NDArray[np.uint32]:
+def _numbers(text: str) -> "npt.NDArray[np.uint32]":
     """Token ids between commas or white space."""
+    import numpy as np
+
     parts = text.replace(",", " ").split()
     if not parts:
         raise ValueError("there are none")

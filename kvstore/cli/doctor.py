@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 
 from kvstore.cli.common import JsonOption, exits_with, print_json
-from kvstore.config import load_config
 from kvstore.errors import BadRequest
 
 _COLOUR = {"ok": "green", "warn": "yellow", "bad": "red"}
@@ -27,6 +26,7 @@ def doctor(
 
     Reads the same settings as `kvstore serve`. Exit code 0: nothing is bad; 1: something is; 2: it could not look.
     """
+    from kvstore.config import load_config
     from kvstore.doctor import CHECKS, Setup, read_facts, worst  # the other commands start faster without these
     from kvstore.doctor.facts import existing
     from kvstore.doctor.probes import measure_disk, measure_loopback

@@ -20,9 +20,8 @@ from kvstore.cli.common import (
 )  # fmt: skip
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES, Component, KVSpec
-from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
 
-app = typer.Typer(help="Create, list, describe and drop namespaces.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, describe and drop namespaces.", no_args_is_help=True, add_completion=False)
 
 
 @app.command("list")
@@ -92,6 +91,8 @@ def _fingerprint(model: str, folder: Path | None, fingerprint: str, dtype: str) 
         raise BadRequest("say which weights the bytes depend on: one of --model NAME@REVISION, --model-folder or --fingerprint")
     if fingerprint:
         return fingerprint
+    from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
+
     if folder is not None:
         return fingerprint_folder(folder, settings={"kv_dtype": dtype})
     name, at, revision = model.rpartition("@")
