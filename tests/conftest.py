@@ -16,6 +16,8 @@ from kvstore_workers.daemon_process import DaemonProcess
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the suite starts some hundred processes: each would compile all of kvstore for itself
 
+PROCESSES = {"factory", "faults", "fuzz", "integration", "workers"}
+
 BLOCKING = [
     *(
         (Journal, name)
@@ -86,6 +88,11 @@ def either_daemon(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
 def data_dir(tmp_path: Path) -> Path:
     """A data directory for a daemon of one test."""
     return tmp_path / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes first: the quick ones at the end keep all workers busy until it."""
+    items.sort(key=lambda item: item.path.parent.name not in PROCESSES)
 
 
 def pytest_report_header() -> str:
