@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import BadRequest, ProtocolError
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -201,10 +201,16 @@ class Matched(Message):
 
 
 class LeaseRequest(Message):
-    """Renew (with `lease_ms`) or release a lease."""
+    """Renew (with `lease_ms`) or release a lease.
+
+    A client that copies out of shared memory says what it has since it last did: fetches, bytes, and microseconds in all.
+    """
 
     lease: int
     lease_ms: int = 0
+    copied_fetches: int = 0
+    copied_bytes: int = 0
+    copied_us: int = 0
 
 
 class Leased(Message):
@@ -380,6 +386,9 @@ class RebuildProgress(Message):
     wanted_pages: int
     waiting_jobs: int
     claimed_jobs: int
+    checked_pages: int = 0
+    drift: list[tuple[str, int, int, int, float, float]] = []
+    """Of a check that is done: the pages that were compared, and the drift as in RebuildEnd."""
 
 
 class RebuildClaim(Message):
@@ -443,8 +452,11 @@ M = TypeVar("M", bound=Message)
 
 
 def pack(message: Message) -> bytes:
-    """A meta as bytes."""
-    return _encoder.encode(message)
+    """A meta as bytes. Raises BadRequest for what no message can carry, such as a number over 64 bits."""
+    try:
+        return _encoder.encode(message)
+    except OverflowError as error:
+        raise BadRequest(f"this request can't be sent: {error}") from None
 
 
 def unpack(kind: type[M], meta: bytes) -> M:
