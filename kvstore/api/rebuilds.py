@@ -83,8 +83,10 @@ async def _rebuild(context: Context, message: RebuildRequest, payload: bytes) ->
     else:
         done = await rebuilding.bring(space, tokens, extras, wait_s, strict=True)
     progress = RebuildProgress(
-        pages=done.pages, wanted_pages=done.wanted_pages, waiting_jobs=done.waiting_jobs, claimed_jobs=done.claimed_jobs
-    )
+        pages=done.pages, wanted_pages=done.wanted_pages, waiting_jobs=done.waiting_jobs, claimed_jobs=done.claimed_jobs,
+        checked_pages=done.checked_pages,
+        drift=[(dtype, d.elements, d.differing, d.not_finite, d.max_abs, d.sum_abs) for dtype, d in done.drift],
+    )  # fmt: skip
     return Reply(FrameType.REBUILT, progress)
 
 

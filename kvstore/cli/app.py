@@ -65,9 +65,9 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. Errors that the store knows end in one line on standard error and exit code 1."""
+    """Run the command line. Errors that the store knows end in one line on standard error and exit code 2."""
     try:
         app()
     except KVStoreError as error:
         print_error(error)
-        sys.exit(1)
+        sys.exit(2)

@@ -19,7 +19,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kvstore.cli.common import (
     DEFAULT_HTTP,
     JsonOption,
-    exits_with,
     http_json,
     http_open,
     http_problem,
@@ -35,7 +34,6 @@ _LINE_S = 5.0
 _SHOWN = 20
 
 
-@exits_with(error=2)
 def check(
     data_dir: Annotated[
         Path | None, typer.Option(envvar="KVSTORE_DATA_DIR", help="The store to check [default: ~/.local/share/kvstore].")

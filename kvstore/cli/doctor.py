@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvstore.cli.common import JsonOption, exits_with, print_json
+from kvstore.cli.common import JsonOption, print_json
 from kvstore.errors import BadRequest
 
 _COLOUR = {"ok": "green", "warn": "yellow", "bad": "red"}
 
 
-@exits_with(error=2)
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file, as for `kvstore serve`.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Journal and blobs [default: ~/.local/share/kvstore].")] = None,

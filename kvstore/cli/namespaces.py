@@ -13,6 +13,7 @@ from kvstore.cli.common import (
     JsonOption,
     PositionOption,
     PrefillOption,
+    counted,
     http_json,
     print_json,
     size_text,
@@ -124,7 +125,7 @@ def drop(
     """Forget a namespace and everything in it; its space comes back at once."""
     info = http_json(http, f"/v1/namespaces/{quote(name, safe='')}")
     if not yes:
-        typer.confirm(f"Drop {info['name']} ({info['id']}) with {info['pages']:,} pages?", abort=True)
+        typer.confirm(f"Drop {info['name']} ({info['id']}) with {counted(info['pages'], 'page')}?", abort=True)
     http_json(http, f"/v1/namespaces/{info['id']}", method="DELETE")
     if as_json:
         print_json({"dropped": info["id"], "name": info["name"], "pages": info["pages"]})

@@ -46,6 +46,9 @@ class Progress:
     wanted_pages: int
     waiting_jobs: int
     claimed_jobs: int
+    checked_pages: int = 0
+    drift: Sequence[tuple[str, Drift]] = ()
+    """Of a check that is done: the pages compared, and what the worker measured."""
 
 
 @dataclass(slots=True)
@@ -91,6 +94,8 @@ class Rebuilding:
 
         Returns how it stands then. Raises RebuildFailed if it can't be done or was not; with `strict` also if a page has no recipe.
         """
+        if strict and len(as_token_bytes(tokens)) < space.tree.pages.token_bytes:
+            raise BadRequest(f"these tokens do not fill a page of {space.spec.page_tokens}: there is nothing to compute again")
         deadline = time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S)
         base_key, base_pages = space.tree.key_at(base), base.pages
         with self._waiting_with(tokens):
@@ -227,7 +232,8 @@ class Rebuilding:
             self._spaces[space.number] = space
             self._tell()
             await self._wait([job], time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S))
-        return Progress(usable, len(as_token_bytes(tokens)) // space.tree.pages.token_bytes, *self.jobs_of(space))
+        measured = (0, ()) if job.drift is None else (len(job.keys), job.drift)
+        return Progress(usable, len(as_token_bytes(tokens)) // space.tree.pages.token_bytes, *self.jobs_of(space), *measured)
 
     # --- working -------------------------------------------------------------------------------------------------------
 
@@ -353,6 +359,7 @@ class Rebuilding:
             for dtype, drift in measured:
                 report.add_drift(dtype, drift)
             report.checked_pages += len(job.keys)
+            job.drift = measured
             if any(drift.differing for _, drift in measured):
                 report.checks_that_differed += 1
             self._finish(job)

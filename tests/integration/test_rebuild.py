@@ -161,8 +161,14 @@ def test_tolerant_drift_is_measured_and_reported(daemon: DaemonProcess, space: C
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["checked_pages"] == 4
-        assert found["drift"]["f32"]["elements"] == 6 * 64 + 4 * SPEC.page_bytes // 4
-        assert found["drift"]["f32"]["max_abs"] == pytest.approx(max(drift["max_abs"], distance[2:].max()))
+        assert found["drift"]["f32"]["elements"] == 4 * SPEC.page_bytes // 4, "what this check compared, and not what others did"
+        assert found["drift"]["f32"]["max_abs"] == pytest.approx(distance[2:].max())
+        again = namespace.rebuild_check(ids, from_page=5)
+        assert (again.checked_pages, again.drift["f32"].elements) == (1, SPEC.page_bytes // 4)
+        assert again.drift["f32"].max_abs == pytest.approx(distance[5:].max())
+        all_of_them = state(daemon, namespace)
+        assert all_of_them["checked_pages"] == 5
+        assert all_of_them["drift"]["f32"]["elements"] == 6 * 64 + 5 * SPEC.page_bytes // 4
     text = ask(f"{daemon.http}/metrics")[2].decode()
     assert re.search(rf'kvstore_rebuild_drift_max_abs{{dtype="f32",namespace="{namespace.id}"}} [0-9.]+e-0', text)
 
@@ -228,7 +234,9 @@ def test_waiting_ends_at_the_deadline(daemon: DaemonProcess, space: Callable[...
     progress = namespace.rebuild(ids, wait_s=0.1)
     assert (progress.pages, progress.wanted_pages, progress.waiting_jobs, progress.claimed_jobs) == (1, 4, 1, 0)
     done = kvstore(daemon, "rebuild", namespace.id, "-t", ",".join(map(str, ids)), "--wait", "0.1")
-    assert (done.returncode, done.stdout) == (1, "1 of 4 pages are there\n")
+    assert (done.returncode, done.stdout) == (1, "1 of 4 pages there\n")
+    short = kvstore(daemon, "rebuild", namespace.id, "-t", "1,2,3")
+    assert (short.returncode, "do not fill a page of 4" in short.stderr) == (2, True), short.stderr
 
 
 def test_a_recipe_whose_prefix_is_gone_as_well(daemon: DaemonProcess, client: Client, space: Callable[..., Namespace]) -> None:
@@ -417,6 +425,22 @@ async def test_a_worker_that_is_stopped_hands_its_job_back(daemon: DaemonProcess
         assert np.array_equal(await waiting, before)
 
 
+async def test_a_function_that_returns_nothing_has_failed(daemon: DaemonProcess, space: Callable[..., Namespace]) -> None:
+    """At once, and not when its lease is over: another worker may have the job."""
+    namespace, ids = space(), tokens(3)
+    before = await asyncio.to_thread(dropped, namespace, ids)
+    async with AsyncClient(daemon.endpoint) as own:
+        forgetful, other = AsyncRebuildWorker(own, namespace.id, lease_s=600), AsyncRebuildWorker(own, namespace.id)
+        forgetful.rebuild(lambda given, prefix, wanted: None)
+        other.rebuild(lambda given, prefix, wanted: before)
+        waiting = asyncio.create_task(asyncio.to_thread(fetched, namespace, ids))
+        assert await forgetful.run_once(10)
+        assert forgetful.failed == 1
+        assert state(daemon, namespace)["failed_attempts"] == 1
+        assert await other.run_once(10)
+        assert np.array_equal(await waiting, before)
+
+
 async def test_an_engine_rebuilds_by_being_asked(daemon: DaemonProcess, space: Callable[..., Namespace]) -> None:
     """A server with an OpenAI-compatible endpoint, whose connector writes what it computes to the store under put ids of its own."""
     namespace, ids = space(), tokens(4, seed=3)
@@ -486,9 +510,16 @@ def test_over_http_and_from_the_command_line(daemon: DaemonProcess, client: Clie
         return status, json.loads(raw)
 
     assert post("drop", tokens=numbers, from_token=9) == (200, {"pages": 2})
+    for number in ("18446744073709551616", "9223372036854775808"):
+        past = kvstore(daemon, "drop", namespace.id, "-t", text, "--from-token", number)
+        assert (past.returncode, "Traceback" in past.stderr) == (2, False), past.stderr
+    with pytest.raises(BadRequest, match="can't be sent"):
+        namespace.drop_to_text(ids, from_page=1 << 64)
     assert json.loads(kvstore(daemon, "drop", namespace.id, "-t", text, "--from-token", "4", "--json").stdout) == {"dropped_pages": 1}
     assert post("match", tokens=numbers)[1]["rebuildable_pages"] == 3
-    assert post("rebuild", tokens=numbers, wait_s=0.01) == (200, {"pages": 1, "wanted_pages": 4, "waiting_jobs": 1, "claimed_jobs": 0})
+    assert post("rebuild", tokens=numbers, wait_s=0.01) == (
+        200, {"pages": 1, "wanted_pages": 4, "waiting_jobs": 1, "claimed_jobs": 0, "checked_pages": 0, "drift": {}}
+    )  # fmt: skip
     with worker(daemon, namespace):
         done = kvstore(daemon, "rebuild", namespace.id, "-t", text, "--json")
         assert json.loads(done.stdout)["pages"] == 4
