@@ -29,7 +29,8 @@ from kvstore.api.wire import (
     PartRange,
     measure,
 )
-from kvstore.api.wire.messages import Empty, RebuildClaim, RebuildEnd, RebuildJob, RebuildRenew
+from kvstore.api.wire.messages import Empty
+from kvstore.api.wire.rebuild_messages import RebuildClaim, RebuildEnd, RebuildJob, RebuildRenew
 from kvstore_client.client import AsyncClient
 from kvstore_client.namespace import Namespace
 from kvstore_client.tokens import Extras

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.api.wire import BadRequest, Drift, FrameType, KVSpec
-from kvstore.api.wire.messages import Affected, NamespaceName, Prefix, RebuildProgress, RebuildRequest, RecipeCounts
+from kvstore.api.wire.messages import Affected, NamespaceName, Prefix
+from kvstore.api.wire.rebuild_messages import RebuildProgress, RebuildRequest, RecipeCounts
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 

@@ -6,14 +6,8 @@ from kvstore.api.convert import hints_of, part_list, split_tokens
 from kvstore.api.estimates import ask_of
 from kvstore.api.replies import OK, Context, Reply, matched, space_of
 from kvstore.api.wire.frames import MAX_CONTROL_PAYLOAD, MAX_META, FrameType
-from kvstore.api.wire.messages import (
-    Affected,
-    MatchRequest,
-    Message,
-    NamespaceName,
-    PartRunMeta,
-    Prefix,
-    PutStart,
+from kvstore.api.wire.messages import Affected, MatchRequest, Message, NamespaceName, PartRunMeta, Prefix, PutStart, pack
+from kvstore.api.wire.rebuild_messages import (
     RebuildClaim,
     RebuildEnd,
     RebuildJob,
@@ -21,7 +15,6 @@ from kvstore.api.wire.messages import (
     RebuildRenew,
     RebuildRequest,
     RecipeCounts,
-    pack,
 )
 from kvstore.drift import Drift
 from kvstore.errors import BadRequest, DiskFailing
