@@ -104,14 +104,20 @@ class KVSpec:
             slices = self._slice_count(self.whole(index))
             _require(slices <= MAX_SLICES, f"a page of component {index} has {slices} slices, over the limit of {MAX_SLICES}")
 
+    def check_component(self, component: int) -> None:
+        """Raise BadRequest unless there is a component of this number."""
+        if not 0 <= component < len(self.components):
+            raise BadRequest(f"component {component} does not exist: there are {len(self.components)}, from 0 on")
+
     def whole(self, component: int = 0) -> PartRange:
         """The part range that covers all layers and heads of a component."""
+        self.check_component(component)
         c = self.components[component]
         return PartRange(component, 0, c.layers, 0, c.kv_heads)
 
     def check_range(self, part: PartRange) -> None:
         """Raise BadRequest unless `part` lies inside the component it names."""
-        _require(0 <= part.component < len(self.components), f"component {part.component} does not exist")
+        self.check_component(part.component)
         c = self.components[part.component]
         _require(
             0 <= part.layer_lo < part.layer_hi <= c.layers, f"layers [{part.layer_lo}, {part.layer_hi}) are not inside [0, {c.layers})"
@@ -134,6 +140,7 @@ class KVSpec:
 
     def boundary_pages(self, component: int) -> int:
         """On how many pages right before a boundary a component is needed to go on from it; 0 for all pages."""
+        self.check_component(component)
         c = self.components[component]
         return {"full": 0, "window": -(-c.window // self.page_tokens), "state": 1}[c.kind]
 

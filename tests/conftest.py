@@ -1,5 +1,6 @@
 """Fixtures: the watchdog on blocking calls, and real daemons."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from kvstore.store.datadir import DataDir
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.text import RecipeFile
 from kvstore_workers.daemon_process import DaemonProcess
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the suite starts some hundred processes: each would compile all of kvstore for itself
+
+PROCESSES = {"factory", "faults", "fuzz", "integration", "workers"}
 
 BLOCKING = [
     *(
@@ -83,6 +88,16 @@ def either_daemon(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
 def data_dir(tmp_path: Path) -> Path:
     """A data directory for a daemon of one test."""
     return tmp_path / "data"
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Half as many again as there are cores: tests wait for disks, for time limits, and for processes to come and go."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else max(2, len(os.sched_getaffinity(0)) * 3 // 2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes first: the quick ones at the end keep all workers busy until it."""
+    items.sort(key=lambda item: item.path.parent.name not in PROCESSES)
 
 
 def pytest_report_header() -> str:

@@ -1,6 +1,8 @@
 """Dependencies point one way: checked on the imports of every module."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,9 @@ def test_the_store_knows_no_sockets() -> None:
         source = file.read_text()
         assert "import socket" not in source
         assert "kvstore.api" not in source
+
+
+def test_commands_start_without_what_only_others_need() -> None:
+    """`kvstore status` is fast in a script: neither the daemon nor numpy is loaded for it."""
+    code = "import sys, kvstore.cli.app, kvstore.cli.watch; print(*sorted({'numpy', 'aiohttp', 'pydantic', 'lmdb'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

@@ -35,15 +35,15 @@ from kvstore_client.estimate import Costs, Estimate, TierRun
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
 from kvstore_client.namespace import Match, Namespace, PutResult
 from kvstore_client.openai_rebuild import OpenAIRebuilder
-from kvstore_client.rebuild import AsyncRebuildWorker, Rebuilt, Wanted
+from kvstore_client.rebuild import ELSEWHERE, AsyncRebuildWorker, Rebuilt, Wanted
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given
 from kvstore_client.view import LocalView, PartView
 
 __all__ = [
-    "DEFAULT_ENDPOINT", "AsyncClient", "AsyncRebuildWorker", "BadDigest", "BadRequest", "Busy", "Client", "Component", "Conflict",
-    "ConnectionLost", "Corrupt", "Costs", "DeadlineExceeded", "Ended", "Estimate", "Follower", "Forbidden", "Given", "Hints",
+    "DEFAULT_ENDPOINT", "ELSEWHERE", "AsyncClient", "AsyncRebuildWorker", "BadDigest", "BadRequest", "Busy", "Client", "Component",
+    "Conflict", "ConnectionLost", "Corrupt", "Costs", "DeadlineExceeded", "Ended", "Estimate", "Follower", "Forbidden", "Given", "Hints",
     "KVSpec", "KVStoreError", "LocalView", "Match", "MissingParent", "Namespace", "NoSpace", "NotFound", "OpenAIRebuilder",
     "PartRange", "PartView", "ProtocolError", "PutResult", "PutStream", "RebuildFailed", "RebuildWorker", "Rebuilt", "Session",
     "SharedBuffer", "TierRun", "Turn", "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch", "Wanted",

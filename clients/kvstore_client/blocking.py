@@ -3,9 +3,12 @@
 import asyncio
 import ssl
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.api.wire import Hints, KVSpec, PartRange
 from kvstore_client.blocking_streams import Follower, PutStream, Session
@@ -144,6 +147,16 @@ class Match:
         return self.inner.tokens
 
     @property
+    def known_pages(self) -> int:
+        """Pages that the store knows; beyond `pages` a window or state is missing."""
+        return self.inner.known_pages
+
+    @property
+    def boundaries(self) -> list[tuple[int, int]]:
+        """All usable boundaries as half-open runs, if asked for."""
+        return self.inner.boundaries
+
+    @property
     def dram_pages(self) -> int:
         """Matched pages that are in the daemon's DRAM."""
         return self.inner.dram_pages
@@ -162,6 +175,18 @@ class Match:
     def valid(self) -> bool:
         """Whether the lease still holds, as far as can be known here."""
         return self.inner.valid
+
+    def parts(self) -> Iterator[tuple[int, PartRange, bytes]]:
+        """Every part to load, as page, range and blob id."""
+        return self.inner.parts()
+
+    def usable_boundaries(self) -> npt.NDArray[np.int64]:
+        """All usable boundaries in pages, rising; what ranks intersect to agree on one."""
+        return self.inner.usable_boundaries()
+
+    def pages_of(self, component: int) -> tuple[int, int]:
+        """The pages [first, last) on which a component is needed to go on from this boundary."""
+        return self.inner.pages_of(component)
 
     def renew(self, lease_s: float) -> None:
         """Let the lease last `lease_s` seconds from now."""

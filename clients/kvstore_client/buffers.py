@@ -6,11 +6,12 @@ import itertools
 import mmap
 import os
 from dataclasses import dataclass
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import BadRequest, FrameType, KVStoreError
+from kvstore.api.wire import BadRequest, FrameType, KVStoreError, NoSpace
 from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.same_host import Buffer, Buffered
 from kvstore_client.connection import Connection
@@ -29,8 +30,12 @@ class SharedBuffer:
     """
 
     def __init__(self, nbytes: int) -> None:
+        try:
+            nbytes = index(nbytes)
+        except TypeError:
+            nbytes = 0
         if nbytes <= 0:
-            raise BadRequest(f"a buffer of {nbytes} bytes")
+            raise BadRequest("a buffer has a whole number of bytes, at least one")
         self.number = next(_numbers)
         self.nbytes = nbytes
         self.descriptor = os.memfd_create("kvstore-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -81,8 +86,11 @@ class Buffers:
         self._depth = asyncio.Semaphore(_STAGES)
 
     def make(self, nbytes: int) -> SharedBuffer:
-        """A buffer to put from."""
-        buffer = SharedBuffer(nbytes)
+        """A buffer to put from. Raises NoSpace if the system has no room for it."""
+        try:
+            buffer = SharedBuffer(nbytes)
+        except (OSError, OverflowError) as error:
+            raise NoSpace(f"there is no memory for a buffer of {nbytes} bytes: {error}") from None
         self._mine.append(buffer)
         return buffer
 

@@ -76,7 +76,10 @@ class AsyncClient:
         await self._pool.close()
 
     def buffer(self, nbytes: int) -> SharedBuffer:
-        """Memory to compute pages in: what lies in its `array` is put without being sent, if the daemon is on this machine."""
+        """Memory to compute pages in: what lies in its `array` is put without being sent, if the daemon is on this machine.
+
+        Raises NoSpace if the system has no room for it.
+        """
         return self._buffers.make(nbytes)
 
     async def drop_buffer(self, buffer: SharedBuffer) -> None:
@@ -155,10 +158,11 @@ class AsyncClient:
     async def release(self, lease: int) -> None:
         """End a lease. Harmless if it is over already."""
         try:
-            await self.call(FrameType.LEASE_RELEASE, LeaseRequest(lease=lease), Empty)
+            await self.call(FrameType.LEASE_RELEASE, LeaseRequest(lease=lease, **self._same_host.copied.take()), Empty)
         except NotFound:
             pass  # it expired, or went with its session: what was asked for has happened
 
     async def renew(self, lease: int, lease_s: float) -> None:
         """Let a lease last `lease_s` seconds from now. Raises NotFound if it is over."""
-        await self.call(FrameType.LEASE_RENEW, LeaseRequest(lease=lease, lease_ms=milliseconds(lease_s)), Leased)
+        message = LeaseRequest(lease=lease, lease_ms=milliseconds(lease_s), **self._same_host.copied.take())
+        await self.call(FrameType.LEASE_RENEW, message, Leased)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvstore.api.wire import BadRequest
 from kvstore.api.wire.messages import EstimateAsk, EstimateMeta
 
 
@@ -15,6 +16,12 @@ class Costs:
     prefill_us: float = 0.0
     prefill_ns_per_position: float = 0.0
     link_bytes_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_us", "prefill_ns_per_position", "link_bytes_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise BadRequest(f"costs with {name} = {value!r}, which is no number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,9 @@ class Estimate:
 
 
 def ask_meta(costs: Costs | bool) -> EstimateAsk | None:
-    """Costs as messages carry them."""
+    """Costs as messages carry them. Raises BadRequest for what are none."""
+    if not isinstance(costs, (bool, Costs)):
+        raise BadRequest(f"estimate is {costs!r}: give True, False or Costs(...)")
     if costs is False:
         return None
     given = Costs() if costs is True else costs

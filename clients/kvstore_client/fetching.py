@@ -1,5 +1,6 @@
 """One fetch: out of shared memory what is there, over the connections what is not."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -47,7 +48,11 @@ async def fetch_items(
     client, namespace = match.namespace.client, match.namespace.id
     arrivals = Arrivals(items, on_group, progress)
     blobs = await near_blobs(match, items)
-    left = await copy_near(blobs, items, target, arrivals.near) if blobs else items
+    left = items
+    if blobs:
+        started = time.perf_counter()
+        left = await copy_near(blobs, items, target, arrivals.near)
+        client.same_host.copied.add(arrivals.near_bytes, time.perf_counter() - started)
     if left:
         plan = FetchPlan(left, client.pool.size, on_group=on_group, progress=arrivals.far if blobs else progress)
         await fetch_striped(client.pool, namespace, plan, target)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.api.wire import BadRequest, ConnectionLost, KVStoreError
-from kvstore_client.rebuild import Prefix, Wanted
+from kvstore_client.rebuild import ELSEWHERE, Elsewhere, Prefix, Wanted
 
 _MAX_ANSWER = 1 << 20
 
@@ -33,12 +33,13 @@ class OpenAIRebuilder:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._timeout = timeout
 
-    async def __call__(self, tokens: npt.NDArray[np.uint32], prefix: Prefix, wanted: Wanted) -> None:
-        """Ask for one token after the pages wanted."""
+    async def __call__(self, tokens: npt.NDArray[np.uint32], prefix: Prefix, wanted: Wanted) -> Elsewhere:
+        """Ask for one token after the pages wanted. The engine's connector puts them."""
         if wanted.bodies:
             raise BadRequest("the recipes of these pages are text or references: only token ids can be sent to a completions endpoint")
         prompt = tokens[: wanted.last_page * wanted.spec.page_tokens].tolist()
         await asyncio.to_thread(self._complete, {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0})
+        return ELSEWHERE
 
     def _complete(self, body: dict[str, Any]) -> None:
         request = urllib.request.Request(self._url, json.dumps(body).encode(), self._headers, method="POST")

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from kvstore.api.wire import (
     PartRange,
     measure,
 )
-from kvstore.api.wire.messages import Empty, RebuildClaim, RebuildEnd, RebuildJob, RebuildRenew
+from kvstore.api.wire.messages import Empty
+from kvstore.api.wire.rebuild_messages import RebuildClaim, RebuildEnd, RebuildJob, RebuildRenew
 from kvstore_client.client import AsyncClient
 from kvstore_client.namespace import Namespace
 from kvstore_client.tokens import Extras
@@ -93,7 +95,17 @@ class Rebuilt:
 
 RebuildFunction = Callable[[npt.NDArray[np.uint32], Prefix, Wanted], Any]
 """Given the tokens up to `last_page`, the prefix and what is wanted: an array (of component 0) or arrays by component, or a Rebuilt;
-or None if it had somebody else put the pages. Async or plain; a plain one runs in a thread."""
+or ELSEWHERE if it had somebody else put the pages. Async or plain; a plain one runs in a thread."""
+
+
+class Elsewhere(Enum):
+    """See ELSEWHERE."""
+
+    ELSEWHERE = "elsewhere"
+
+
+ELSEWHERE = Elsewhere.ELSEWHERE
+"""What a rebuild function returns that had somebody else put the pages (an engine's connector): the worker waits until they are there."""
 
 
 class AsyncRebuildWorker:
@@ -214,6 +226,8 @@ class AsyncRebuildWorker:
         prefix = await self._prefix(tokens, wanted)
         result = await _called(function, tokens, prefix, wanted)
         if result is None:
+            raise BadRequest("the rebuild function returned nothing: return the pages, or ELSEWHERE if somebody else puts them")
+        if result is ELSEWHERE:
             if wanted.check:
                 raise BadRequest("pages that an engine puts by itself can't be compared: it is not what computes them here")
             await self._until_there(tokens, wanted)

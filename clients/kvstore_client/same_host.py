@@ -5,6 +5,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,10 +59,30 @@ class MappedSegment:
         return True
 
 
+@dataclass(slots=True)
+class Copied:
+    """What was copied out of shared memory since the daemon was last told: its estimates learn from it."""
+
+    fetches: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """One fetch."""
+        self.fetches, self.nbytes, self.seconds = self.fetches + 1, self.nbytes + nbytes, self.seconds + seconds
+
+    def take(self) -> dict[str, int]:
+        """As a message carries it; it counts from zero then."""
+        told = {"copied_fetches": self.fetches, "copied_bytes": self.nbytes, "copied_us": int(self.seconds * 1e6)}
+        self.fetches, self.nbytes, self.seconds = 0, 0, 0.0
+        return told
+
+
 class SameHost:
     """What a client has of a daemon on its own machine. Everything here may fail: then there is nothing, and the sockets do it."""
 
     def __init__(self, pool: "Pool", *, wanted: bool) -> None:
+        self.copied = Copied()
         self._pool = pool
         self._wanted = wanted
         self._connection: Connection | None = None

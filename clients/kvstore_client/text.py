@@ -1,11 +1,12 @@
 """What is told about recipes: what there are, deleting them, and giving up pages of which they are kept."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore.api.wire import BadRequest, FrameType, KVSpec
-from kvstore.api.wire.messages import Affected, NamespaceName, Prefix, RebuildProgress, RebuildRequest, RecipeCounts
+from kvstore.api.wire import BadRequest, Drift, FrameType, KVSpec
+from kvstore.api.wire.messages import Affected, NamespaceName, Prefix
+from kvstore.api.wire.rebuild_messages import RebuildProgress, RebuildRequest, RecipeCounts
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 
@@ -42,12 +43,17 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class RebuildState:
-    """Pages usable of those asked for, and the jobs of the namespace that wait, or that a worker has."""
+    """Pages usable of those asked for, and the jobs of the namespace that wait, or that a worker has.
+
+    Of a check that is done: how many pages were compared, and the `drift` by dtype.
+    """
 
     pages: int
     wanted_pages: int
     waiting_jobs: int
     claimed_jobs: int
+    checked_pages: int = 0
+    drift: Mapping[str, Drift] = field(default_factory=dict)
 
 
 class TextCalls:
@@ -99,7 +105,10 @@ class TextCalls:
     async def rebuild_check(
         self, tokens: Tokens, *, from_page: int = 0, wait_s: float = 20.0, extras: Extras | None = None, timeout: float | None = None
     ) -> RebuildState:
-        """Have pages that are there computed once more, and compared: the drift is in the figures of the daemon then."""
+        """Have pages that are there computed once more, and compared, `wait_s` seconds at most.
+
+        Returns the drift, if they were by then (`checked_pages`); it is in the figures of the daemon, too.
+        """
         return await self._rebuild(tokens, extras, wait_s, timeout, check=True, first_page=from_page)
 
     async def _rebuild(
@@ -111,7 +120,8 @@ class TextCalls:
         )
         bound = wait_s + self.client.timeout if timeout is None else timeout
         found, _ = await self.client.call(FrameType.REBUILD, message, RebuildProgress, payload, bound)
-        return RebuildState(found.pages, found.wanted_pages, found.waiting_jobs, found.claimed_jobs)
+        drift = {dtype: Drift(n, differing, odd, most, total) for dtype, n, differing, odd, most, total in found.drift}
+        return RebuildState(found.pages, found.wanted_pages, found.waiting_jobs, found.claimed_jobs, found.checked_pages, drift)
 
     async def _affected(self, kind: FrameType, tokens: Tokens, extras: Extras | None, first_page: int, timeout: float | None) -> Affected:
         extra_pages, payload = with_extras(token_view(tokens), extras)

@@ -74,8 +74,9 @@ def _whole(match: "Match", blob: NearBlob, part: PartView, target: int) -> Item:
 async def view_parts(match: "Match", component: int, first: int, last: int) -> LocalView:
     """The parts of a component on the pages [first, last), brought up from SSD if need be.
 
-    Raises Unsupported without shared memory, NotFound for what is not there (any more).
+    Raises Unsupported without shared memory, NotFound for what is not there (any more), BadRequest for a component that does not exist.
     """
+    match.namespace.spec.check_component(component)
     found = [(page, part, blob) for page, part, blob in match.parts() if part.component == component and first <= page < last]
     same_host, places = match.namespace.client.same_host, match.places()
     if not found:

@@ -10,7 +10,7 @@ from kvstore.errors import BadRequest
 from kvstore.hints import NO_HINTS, Ended, Hints, Turn
 from kvstore.kvspec import PartRange
 from kvstore.radix.tree import Extras
-from kvstore.store import PartTable, Space
+from kvstore.store import NamespaceSettings, PartTable, Space
 
 
 def namespace_info(space: Space) -> NamespaceInfo:
@@ -21,6 +21,14 @@ def namespace_info(space: Space) -> NamespaceInfo:
         retention_s=settings.retention_s, pages=space.tree.page_count, blobs=space.blobs.count, dram_bytes=space.resident_bytes,
         ttl_s=settings.ttl_s, rebuild=settings.rebuild, lossy=settings.lossy, **in_units(settings.prefill),
     )  # fmt: skip
+
+
+def check_recipe_settings(settings: NamespaceSettings) -> NamespaceSettings:
+    """Settings to create a namespace with. Raises BadRequest where they say something about recipes that it is not to have."""
+    if not settings.recipes and (settings.lossy or settings.rebuild == "tolerant"):
+        what = "lossy" if settings.lossy else "rebuild = tolerant"
+        raise BadRequest(f"{what} is about pages that can be computed again: it goes with recipes (--recipes, recipes = true)")
+    return settings
 
 
 def split_tokens(payload: bytes, extra_pages: list[int]) -> tuple[bytes, Extras]:

@@ -33,15 +33,6 @@ class RebuildBody(PrefixBody):
     from_token: FromToken = 0
 
 
-class RebuildProgress(ReplyModel):
-    """How a prefix stands."""
-
-    pages: Annotated[int, Field(description="of the prefix that are usable")]
-    wanted_pages: int
-    waiting_jobs: Annotated[int, Field(description="of the namespace, which no worker has")]
-    claimed_jobs: int
-
-
 class DriftFigures(ReplyModel):
     """How far what was computed again lies from what was there before."""
 
@@ -50,6 +41,17 @@ class DriftFigures(ReplyModel):
     not_finite: Annotated[int, Field(description="of these, infinite or no number; they are in no other figure")]
     max_abs: float
     mean_abs: float
+
+
+class RebuildProgress(ReplyModel):
+    """How a prefix stands."""
+
+    pages: Annotated[int, Field(description="of the prefix that are usable")]
+    wanted_pages: int
+    waiting_jobs: Annotated[int, Field(description="of the namespace, which no worker has")]
+    claimed_jobs: int
+    checked_pages: Annotated[int, Field(description="of a check that is done: how many were compared")] = 0
+    drift: Annotated[dict[str, DriftFigures], Field(default_factory=dict, description="of a check that is done, by dtype")]
 
 
 class RebuildState(ReplyModel):

@@ -6,14 +6,8 @@ from kvstore.api.convert import hints_of, part_list, split_tokens
 from kvstore.api.estimates import ask_of
 from kvstore.api.replies import OK, Context, Reply, matched, space_of
 from kvstore.api.wire.frames import MAX_CONTROL_PAYLOAD, MAX_META, FrameType
-from kvstore.api.wire.messages import (
-    Affected,
-    MatchRequest,
-    Message,
-    NamespaceName,
-    PartRunMeta,
-    Prefix,
-    PutStart,
+from kvstore.api.wire.messages import Affected, MatchRequest, Message, NamespaceName, PartRunMeta, Prefix, PutStart, pack
+from kvstore.api.wire.rebuild_messages import (
     RebuildClaim,
     RebuildEnd,
     RebuildJob,
@@ -21,7 +15,6 @@ from kvstore.api.wire.messages import (
     RebuildRenew,
     RebuildRequest,
     RecipeCounts,
-    pack,
 )
 from kvstore.drift import Drift
 from kvstore.errors import BadRequest, DiskFailing
@@ -83,8 +76,10 @@ async def _rebuild(context: Context, message: RebuildRequest, payload: bytes) ->
     else:
         done = await rebuilding.bring(space, tokens, extras, wait_s, strict=True)
     progress = RebuildProgress(
-        pages=done.pages, wanted_pages=done.wanted_pages, waiting_jobs=done.waiting_jobs, claimed_jobs=done.claimed_jobs
-    )
+        pages=done.pages, wanted_pages=done.wanted_pages, waiting_jobs=done.waiting_jobs, claimed_jobs=done.claimed_jobs,
+        checked_pages=done.checked_pages,
+        drift=[(dtype, d.elements, d.differing, d.not_finite, d.max_abs, d.sum_abs) for dtype, d in done.drift],
+    )  # fmt: skip
     return Reply(FrameType.REBUILT, progress)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvstore.api.sessions import Session
 from kvstore.api.streaming import Asked, corrupt
-from kvstore.api.wire import DATA_META, FrameType, check_run, cut, encode, pack
+from kvstore.api.wire import DATA_META, MAX_PIECES, FrameType, check_run, cut, encode, pack
 from kvstore.api.wire.frames import encode_bulk
 from kvstore.api.wire.messages import Fetched
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
@@ -47,7 +47,10 @@ async def fetch_small(connection: Peer, request: int, asked: Asked) -> bool:
 
 
 def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
-    """The whole answer, verified; None if something is not in DRAM. Holds only until the loop goes on: nothing is pinned."""
+    """The whole answer, verified; None if something is not in DRAM, or it does not fit into a frame.
+
+    Holds only until the loop goes on: nothing is pinned.
+    """
     space = asked.space
     rows = [store.find_blob(space, name) for name in asked.names]
     stored: list[memoryview] = []
@@ -82,6 +85,8 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
                 part = view[piece.offset : piece.offset + piece.size]
                 pieces.append(part)
                 trailer.append(slice_digest(part))
+        if len(pieces) > MAX_PIECES:
+            return None
     fetched = Fetched(pieces=len(pieces), payload_bytes=asked.nbytes)
     return [
         encode_bulk(FrameType.DATA, request, DATA_META.pack(0), asked.nbytes, len(pieces)),

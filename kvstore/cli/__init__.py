@@ -8,5 +8,6 @@ def main() -> None:
     try:
         from kvstore.cli.app import main as run
     except ModuleNotFoundError as error:
-        sys.exit(f"kvstore: the command needs the daemon's packages ({error.name} is missing): install kvstore[server]")
+        print(f"kvstore: the command needs the daemon's packages ({error.name} is missing): install kvstore[server]", file=sys.stderr)
+        sys.exit(2)
     run()

@@ -7,34 +7,38 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import check, data, doctor, namespaces, plan, prefixes, serve, simulate, text, watch, why
 from kvstore.cli.common import credentials, print_error
+from kvstore.cli.lazily import LazyGroup
 from kvstore.errors import KVStoreError
 
+
+class Commands(LazyGroup):
+    """Where each command is."""
+
+    places = {  # noqa: RUF012
+        "serve": ("serve", "serve"),
+        "status": ("watch", "status"),
+        "top": ("watch", "top"),
+        "ns": ("namespaces", "app"),
+        "check": ("check", "check"),
+        "doctor": ("doctor", "doctor"),
+        "plan": ("plan", "plan"),
+        "simulate": ("simulate", "simulate"),
+        "why": ("why", "why"),
+        **{name: ("data", name) for name in ("put", "get", "match")},
+        **{name: ("text", name) for name in ("recipes", "drop", "rebuild")},
+        **{name: ("prefixes", name) for name in ("prefetch", "pin", "unpin", "abandon", "delete")},
+    }
+
+
 app = typer.Typer(
+    cls=Commands,
     name="kvstore",
     help="A store for the attention state (KV cache) of LLM services.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(serve.serve)
-app.command()(watch.status)
-app.command()(watch.top)
-app.add_typer(namespaces.app, name="ns")
-app.command()(check.check)
-app.command()(doctor.doctor)
-app.command()(plan.plan)
-app.command()(simulate.simulate)
-app.command()(why.why)
-app.command()(data.put)
-app.command()(data.get)
-app.command()(data.match)
-app.command()(text.recipes)
-app.command()(text.drop)
-app.command()(text.rebuild)
-for command in (prefixes.prefetch, prefixes.pin, prefixes.unpin, prefixes.abandon, prefixes.delete):
-    app.command()(command)
 
 
 def _version(wanted: bool) -> None:
@@ -61,9 +65,9 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. Errors that the store knows end in one line on standard error and exit code 1."""
+    """Run the command line. Errors that the store knows end in one line on standard error and exit code 2."""
     try:
         app()
     except KVStoreError as error:
         print_error(error)
-        sys.exit(1)
+        sys.exit(2)

@@ -19,7 +19,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kvstore.cli.common import (
     DEFAULT_HTTP,
     JsonOption,
-    exits_with,
     http_json,
     http_open,
     http_problem,
@@ -27,7 +26,6 @@ from kvstore.cli.common import (
     size_text,
     unreachable,
 )
-from kvstore.config import default_data_dir
 from kvstore.errors import BadRequest, DataDirError, KVStoreError, error_from_code
 from kvstore.sizes import parse_size
 
@@ -36,7 +34,6 @@ _LINE_S = 5.0
 _SHOWN = 20
 
 
-@exits_with(error=2)
 def check(
     data_dir: Annotated[
         Path | None, typer.Option(envvar="KVSTORE_DATA_DIR", help="The store to check [default: ~/.local/share/kvstore].")
@@ -71,10 +68,11 @@ def _rate(text: str | None) -> int | None:
 def _check(data_dir: Path | None, http: str | None, rate: int | None, tell: Tell) -> dict[str, Any]:
     if data_dir is None and http is not None:
         return _running(http, rate, tell)
-    path = data_dir or default_data_dir()
-    from kvstore.store.check_stopped import check_stopped  # the other commands start faster without the daemon's imports
+    from kvstore.config import default_data_dir  # the other commands start faster without the daemon's imports
+    from kvstore.store.check_stopped import check_stopped
     from kvstore.store.datadir import DataDirInUse
 
+    path = data_dir or default_data_dir()
     try:
         report = check_stopped(path, lambda p: tell(p.namespace, p.done_bytes, p.total_bytes))
     except DataDirInUse as error:

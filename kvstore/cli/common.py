@@ -11,16 +11,18 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
-import numpy as np
-import numpy.typing as npt
 import typer
-from rich.console import Console
 
-from kvstore.api.wire import client_context
 from kvstore.errors import BadRequest, ConnectionLost, KVStoreError, NotFound, error_from_code
-from kvstore_client import Client
+
+if TYPE_CHECKING:  # imported where they are needed: commands that need neither numpy nor the SDK start in half the time without
+    import numpy as np
+    import numpy.typing as npt
+    from rich.console import Console
+
+    from kvstore_client import Client
 
 DEFAULT_HTTP = "http://127.0.0.1:7420"
 DEFAULT_DATA = "127.0.0.1:7421"
@@ -33,6 +35,7 @@ EndpointOption = Annotated[
     str,
     typer.Option("--endpoint", "-e", envvar="KVSTORE_ENDPOINT", help="The data plane: HOST:PORT, tls://HOST:PORT or unix:PATH."),
 ]
+FromTokenOption = Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Only from the page on that this token is in.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NamespaceArgument = Annotated[str, typer.Argument(help="Namespace, by name or id.")]
 PrefillOption = Annotated[float, typer.Option(min=0, help="Microseconds to compute a token; 0 if it is not known.")]
@@ -56,19 +59,27 @@ class Credentials:
 
     def tls(self, address: str) -> ssl.SSLContext | None:
         """For a URL or an endpoint that asks for TLS."""
-        return client_context(self.tls_ca) if address.startswith(("https://", "tls://")) else None
+        if not address.startswith(("https://", "tls://")):
+            return None
+        from kvstore.api.wire import client_context
+
+        return client_context(self.tls_ca)
 
 
 credentials = Credentials()
 
 
-def connect(endpoint: str) -> Client:
+def connect(endpoint: str) -> "Client":
     """A client of the data plane."""
+    from kvstore_client import Client
+
     return Client(endpoint, token=credentials.token, tls=credentials.tls(endpoint))
 
 
 def http_open(base: str, path: str, *, method: str = "GET", body: object | None = None, timeout: float = 30) -> Any:
-    """The response to one request to the control plane, to be closed. The only place that makes one."""
+    """The response to one request to the control plane, to be closed. The only place that makes one. Raises BadRequest for no URL."""
+    if not base.startswith(("http://", "https://")):
+        raise BadRequest(f"--http is {base!r}, which is no URL: give http://HOST:PORT (or https://), such as {DEFAULT_HTTP}")
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {credentials.token}"} if credentials.token else {})
     request = urllib.request.Request(base.rstrip("/") + path, data, headers, method=method)
@@ -102,21 +113,18 @@ def unreachable(base: str, error: Exception) -> ConnectionLost:
     return ConnectionLost(f"no daemon answers at {base} ({reason}); start one with `kvstore serve`, or give --http http://HOST:PORT")
 
 
-def exits_with(*, error: int, miss: int | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """End a command with these exit codes instead of 1: `miss` for what is not in the store, `error` for all else."""
+def misses(command: Callable[P, None]) -> Callable[P, None]:
+    """End a command with exit code 1 for what is not in the store: that is an answer, not an error, and those end in 2 (`app.main`)."""
 
-    def wrap(command: Callable[P, None]) -> Callable[P, None]:
-        @functools.wraps(command)
-        def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            try:
-                command(*args, **kwargs)
-            except KVStoreError as raised:
-                print_error(raised)
-                raise typer.Exit(miss if miss is not None and isinstance(raised, NotFound) else error) from None
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except NotFound as nothing:
+            print_error(nothing)
+            raise typer.Exit(1) from None
 
-        return run
-
-    return wrap
+    return run
 
 
 def print_error(error: KVStoreError) -> None:
@@ -124,14 +132,18 @@ def print_error(error: KVStoreError) -> None:
     print(f"kvstore: {error.code}: {error.message}", file=sys.stderr)
 
 
-def table_console() -> Console:
+def table_console() -> "Console":
     """A console for tables. Not a terminal, it is as wide as they need: nothing is cut when output is piped."""
+    from rich.console import Console
+
     console = Console()
     return console if console.is_terminal else Console(width=_PIPED_WIDTH)
 
 
-def parse_tokens(text: str) -> npt.NDArray[np.uint32]:
+def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
     """Tokens as given on the command line. Raises BadRequest."""
+    import numpy as np
+
     try:
         if text == "-":
             return _numbers(sys.stdin.read())
@@ -140,7 +152,7 @@ def parse_tokens(text: str) -> npt.NDArray[np.uint32]:
             if path.suffix == ".txt":
                 return _numbers(path.read_text())
             if path.suffix == ".npy":
-                loaded = np.load(path, allow_pickle=False)
+                loaded = load_npy(path)
                 if loaded.ndim != 1 or loaded.dtype.kind not in "iu":
                     raise ValueError(f"a {loaded.ndim}-d array of {loaded.dtype}, not a 1-d array of integers")
                 return np.array(loaded.tolist(), np.uint32)
@@ -153,12 +165,32 @@ def parse_tokens(text: str) -> npt.NDArray[np.uint32]:
         raise BadRequest(f"can't read tokens from {text[:60]!r}: {error}") from error
 
 
-def _numbers(text: str) -> npt.NDArray[np.uint32]:
+def load_npy(path: Path) -> "npt.NDArray[Any]":
+    """The array in an .npy file. Raises ValueError, also for one of Python objects: only pickle could read it, which runs what is in it."""
+    from numpy.lib import format as npy
+
+    with path.open("rb") as file:
+        try:
+            return npy.read_array(file, allow_pickle=False)
+        except ValueError as error:
+            if "Object arrays" not in str(error):
+                raise ValueError("it is not what numpy.save writes") from error
+            raise ValueError("it holds Python objects: save numbers, as with numpy.save(FILE, numpy.array(VALUES, 'uint32'))") from None
+
+
+def _numbers(text: str) -> "npt.NDArray[np.uint32]":
     """Token ids between commas or white space."""
+    import numpy as np
+
     parts = text.replace(",", " ").split()
     if not parts:
         raise ValueError("there are none")
     return np.array([int(part) for part in parts], np.uint32)
+
+
+def counted(number: int, what: str) -> str:
+    """So many of something, for people: `1 page`, `2 pages`."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def size_text(count: float) -> str:

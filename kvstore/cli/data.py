@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
 import typer
 from rich.table import Table
 
@@ -19,7 +20,9 @@ from kvstore.cli.common import (
     PrefillOption,
     TokensOption,
     connect,
-    exits_with,
+    counted,
+    load_npy,
+    misses,
     parse_tokens,
     print_json,
     seconds_text,
@@ -33,8 +36,11 @@ from kvstore_client.estimate import Costs, Estimate
 def put(
     namespace: NamespaceArgument,
     tokens: TokensOption,
-    data: Annotated[Path, typer.Option("--data", "-d", help="File with the bytes of the pages from --first-page on.")],
-    first_page: Annotated[int, typer.Option(help="First page to put; those before must be in the store.")] = 0,
+    data: Annotated[
+        Path,
+        typer.Option("--data", "-d", help="File with the bytes of the pages from --first-page on; of an .npy file those of its array."),
+    ],
+    first_page: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="First page to put; those before must be in the store.")] = 0,
     durable: Annotated[bool, typer.Option("--durable", help="Wait until a power cut can't take them.")] = False,
     endpoint: EndpointOption = DEFAULT_DATA,
     as_json: JsonOption = False,
@@ -46,20 +52,28 @@ def put(
         pages = len(ids) // space.spec.page_tokens
         if not pages:
             raise BadRequest(f"{len(ids)} tokens do not fill a page of {space.spec.page_tokens}")
-        try:
-            content = np.fromfile(data, np.uint8)
-        except OSError as error:
-            raise BadRequest(f"can't read {data}: {error}") from error
+        content = _read(data)
         started = time.perf_counter()
         done = space.put(ids[: pages * space.spec.page_tokens], content, first_page=first_page, durable=durable)
         seconds = time.perf_counter() - started
     if as_json:
         print_json({"new_pages": done.new_pages, "existing_pages": done.existing_pages, "bytes": len(content), "seconds": seconds})
     else:
-        typer.echo(f"{done.new_pages} new pages, {done.existing_pages} were there; {size_text(len(content))} in {seconds * 1000:.1f} ms")
+        were = f"{done.existing_pages} {'was' if done.existing_pages == 1 else 'were'} there"
+        typer.echo(f"{counted(done.new_pages, 'new page')}, {were}; {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 
-@exits_with(miss=1, error=2)
+def _read(path: Path) -> npt.NDArray[np.uint8]:
+    """The bytes of a file; of an .npy file those of its array. Raises BadRequest."""
+    try:
+        if path.suffix == ".npy":
+            return np.frombuffer(np.ascontiguousarray(load_npy(path)).data.cast("B"), np.uint8)
+        return np.fromfile(path, np.uint8)
+    except (OSError, ValueError, TypeError) as error:
+        raise BadRequest(f"can't read {path}: {error}") from error
+
+
+@misses
 def get(
     namespace: NamespaceArgument,
     tokens: TokensOption,
@@ -89,10 +103,10 @@ def get(
     if as_json:
         print_json({"pages": pages, "tokens": matched, "bytes": len(content), "seconds": seconds})
     else:
-        typer.echo(f"{pages} pages ({matched} of {len(ids)} tokens), {size_text(len(content))} in {seconds * 1000:.1f} ms")
+        typer.echo(f"{counted(pages, 'page')} ({matched} of {len(ids)} tokens), {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 
-@exits_with(miss=1, error=2)
+@misses
 def match(
     namespace: NamespaceArgument,
     tokens: TokensOption,
@@ -116,7 +130,7 @@ def match(
         told = {} if found.estimate is None else {"estimate": asdict(found.estimate)}
         print_json({"pages": pages, "tokens": matched, "asked_tokens": len(ids), "dram_pages": in_dram, **told})
     else:
-        typer.echo(f"{matched} of {len(ids)} tokens: {pages} pages, {in_dram} in DRAM and {pages - in_dram} on SSD")
+        typer.echo(f"{matched} of {len(ids)} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} on SSD")
         if found.estimate is not None:
             _show(found.estimate, matched)
     if not pages:

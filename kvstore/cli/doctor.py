@@ -7,14 +7,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvstore.cli.common import JsonOption, exits_with, print_json
-from kvstore.config import load_config
+from kvstore.cli.common import JsonOption, print_json
 from kvstore.errors import BadRequest
 
 _COLOUR = {"ok": "green", "warn": "yellow", "bad": "red"}
 
 
-@exits_with(error=2)
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file, as for `kvstore serve`.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Journal and blobs [default: ~/.local/share/kvstore].")] = None,
@@ -27,6 +25,7 @@ def doctor(
 
     Reads the same settings as `kvstore serve`. Exit code 0: nothing is bad; 1: something is; 2: it could not look.
     """
+    from kvstore.config import load_config
     from kvstore.doctor import CHECKS, Setup, read_facts, worst  # the other commands start faster without these
     from kvstore.doctor.facts import existing
     from kvstore.doctor.probes import measure_disk, measure_loopback

@@ -13,6 +13,7 @@ from kvstore.cli.common import (
     JsonOption,
     PositionOption,
     PrefillOption,
+    counted,
     http_json,
     print_json,
     size_text,
@@ -20,9 +21,8 @@ from kvstore.cli.common import (
 )  # fmt: skip
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES, Component, KVSpec
-from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
 
-app = typer.Typer(help="Create, list, describe and drop namespaces.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, describe and drop namespaces.", no_args_is_help=True, add_completion=False)
 
 
 @app.command("list")
@@ -92,6 +92,8 @@ def _fingerprint(model: str, folder: Path | None, fingerprint: str, dtype: str) 
         raise BadRequest("say which weights the bytes depend on: one of --model NAME@REVISION, --model-folder or --fingerprint")
     if fingerprint:
         return fingerprint
+    from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
+
     if folder is not None:
         return fingerprint_folder(folder, settings={"kv_dtype": dtype})
     name, at, revision = model.rpartition("@")
@@ -123,7 +125,7 @@ def drop(
     """Forget a namespace and everything in it; its space comes back at once."""
     info = http_json(http, f"/v1/namespaces/{quote(name, safe='')}")
     if not yes:
-        typer.confirm(f"Drop {info['name']} ({info['id']}) with {info['pages']:,} pages?", abort=True)
+        typer.confirm(f"Drop {info['name']} ({info['id']}) with {counted(info['pages'], 'page')}?", abort=True)
     http_json(http, f"/v1/namespaces/{info['id']}", method="DELETE")
     if as_json:
         print_json({"dropped": info["id"], "name": info["name"], "pages": info["pages"]})

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvstore.cli.common import JsonOption, exits_with, print_json, seconds_text, size_text, table_console
+from kvstore.cli.common import JsonOption, print_json, seconds_text, size_text, table_console
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES
 from kvstore.prefill import Prefill
@@ -14,7 +14,6 @@ from kvstore.sizing import Demand, Link, Model, Plan, parse_count, parse_prefill
 from kvstore.sizing import plan as make_plan
 
 
-@exits_with(error=2)
 def plan(
     context: Annotated[
         list[str], typer.Option("--context", "-c", help="Length of a context in tokens (128000, 128k, 128Ki); may be repeated.")

@@ -7,20 +7,20 @@ import typer
 from kvstore.cli.common import (
     DEFAULT_DATA,
     EndpointOption,
+    FromTokenOption,
     JsonOption,
     NamespaceArgument,
     TokensOption,
     connect,
-    exits_with,
+    counted,
+    misses,
     parse_tokens,
     print_json,
 )  # fmt: skip
 from kvstore.errors import BadRequest, NotFound
 
-FromTokenOption = Annotated[int, typer.Option(min=0, help="Only from the page on that this token is in.")]
 
-
-@exits_with(miss=1, error=2)
+@misses
 def prefetch(
     namespace: NamespaceArgument, tokens: TokensOption, endpoint: EndpointOption = DEFAULT_DATA, as_json: JsonOption = False
 ) -> None:
@@ -36,10 +36,10 @@ def prefetch(
     if as_json:
         print_json({"pages": pages, "dram_pages": in_dram, "blobs": blobs})
     else:
-        typer.echo(f"{blobs} blobs brought up; {in_dram} of {pages} pages are in DRAM")
+        typer.echo(f"{counted(blobs, 'blob')} brought up; {in_dram} of {counted(pages, 'page')} in DRAM")
 
 
-@exits_with(miss=1, error=2)
+@misses
 def pin(
     namespace: NamespaceArgument,
     tokens: TokensOption,
@@ -54,10 +54,10 @@ def pin(
     if as_json:
         print_json({"pin": str(number), "pages": pages, "ttl_s": ttl})
     else:
-        typer.echo(f"{pages} pages are kept for {ttl:g} s; end it with: kvstore unpin {namespace} {number}")
+        typer.echo(f"{counted(pages, 'page')} kept for {ttl:g} s; end it with: kvstore unpin {namespace} {number}")
 
 
-@exits_with(miss=1, error=2)
+@misses
 def unpin(
     namespace: NamespaceArgument,
     number: Annotated[int, typer.Argument(metavar="PIN", min=0, max=(1 << 63) - 1, help="What `kvstore pin` printed.")],
@@ -73,7 +73,7 @@ def unpin(
         typer.echo("unpinned")
 
 
-@exits_with(miss=1, error=2)
+@misses
 def abandon(
     namespace: NamespaceArgument,
     tokens: Annotated[str, typer.Option("--tokens", "-t", help="Token ids of the context: 1,2,3, @FILE or - (see `kvstore match`).")] = "",
@@ -95,7 +95,7 @@ def abandon(
     _print_affected(pages, "abandoned", as_json)
 
 
-@exits_with(miss=1, error=2)
+@misses
 def delete(
     namespace: NamespaceArgument,
     tokens: TokensOption,
@@ -114,6 +114,6 @@ def _print_affected(pages: int, what: str, as_json: bool) -> None:
     if as_json:
         print_json({f"{what}_pages": pages})
     else:
-        typer.echo(f"{pages} pages {what}")
+        typer.echo(f"{counted(pages, 'page')} {what}")
     if not pages:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvstore.cli.common import exits_with, print_json, size_text, table_console
+from kvstore.cli.common import print_json, size_text, table_console
 from kvstore.errors import BadRequest
 from kvstore.lab.compare import SWEEP_PERCENT, Comparison, size_for
 from kvstore.lab.compare import Progress as Told
@@ -27,7 +27,6 @@ _BOUND = "clairvoyant"
 _GOALS = (0.9, 0.99)
 
 
-@exits_with(error=2)
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace file, plain or gzip; see docs/lab.md.")],
     policy: Annotated[str, typer.Option(help=f"Policies, separated by commas, of {', '.join(NAMES)}.")] = "classifier",

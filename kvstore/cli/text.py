@@ -2,32 +2,32 @@
 
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstore.cli.common import (
     DEFAULT_DATA,
-    DEFAULT_HTTP,
     EndpointOption,
-    HttpOption,
+    FromTokenOption,
     JsonOption,
     NamespaceArgument,
     TokensOption,
     connect,
-    exits_with,
-    http_json,
+    counted,
+    misses,
     parse_tokens,
     print_json,
     size_text,
 )  # fmt: skip
 from kvstore.errors import BadRequest
 
+if TYPE_CHECKING:
+    from kvstore_client.text import RebuildState
+
 _TELL_S = 2.0
-FromTokenOption = Annotated[int, typer.Option(min=0, help="Only from the page on that this token is in.")]
 
 
-@exits_with(error=2)
 def recipes(
     namespace: NamespaceArgument,
     delete: Annotated[
@@ -51,10 +51,10 @@ def recipes(
     if as_json:
         print_json({"recipes": count, "bytes": nbytes} | ({"deleted": deleted} if delete else {}))
     else:
-        typer.echo((f"{deleted:,} recipes deleted; " if delete else "") + f"{count:,} recipes, {size_text(nbytes)}")
+        typer.echo((f"{counted(deleted, 'recipe')} deleted; " if delete else "") + f"{counted(count, 'recipe')}, {size_text(nbytes)}")
 
 
-@exits_with(miss=1, error=2)
+@misses
 def drop(
     namespace: NamespaceArgument,
     tokens: TokensOption,
@@ -71,12 +71,12 @@ def drop(
     if as_json:
         print_json({"dropped_pages": pages})
     else:
-        typer.echo(f"{pages} pages dropped to text")
+        typer.echo(f"{counted(pages, 'page')} dropped to text")
     if not pages:
         raise typer.Exit(1)
 
 
-@exits_with(miss=1, error=2)
+@misses
 def rebuild(
     namespace: NamespaceArgument,
     tokens: TokensOption,
@@ -84,12 +84,11 @@ def rebuild(
     check: Annotated[bool, typer.Option("--check", help="Compute pages that are there once more, and compare them.")] = False,
     from_token: FromTokenOption = 0,
     endpoint: EndpointOption = DEFAULT_DATA,
-    http: HttpOption = DEFAULT_HTTP,
     as_json: JsonOption = False,
 ) -> None:
     """Have the missing pages of a prefix computed again by a rebuild worker, and wait until they are there.
 
-    With --check, those that are there are compared instead (from --from-token on), and the namespace's drift is printed. Exit code 1 if
+    With --check, those that are there are compared instead (from --from-token on), and how far they lie apart is printed. Exit code 1 if
     the time is over before, 2 for an error.
     """
     if from_token and not check:
@@ -99,35 +98,32 @@ def rebuild(
     with connect(endpoint) as client:
         space = client.namespace(namespace)
         if check:
-            before = http_json(http, f"/v1/namespaces/{space.id}/rebuild")["checked_pages"]
             state = space.rebuild_check(ids, from_page=from_token // space.spec.page_tokens, wait_s=wait)
-            found = http_json(http, f"/v1/namespaces/{space.id}/rebuild")
-            done = found["checked_pages"] > before
-            _print_check(found, done, as_json)
-            raise typer.Exit(0 if done else 1)
+            _print_check(state, as_json)
+            raise typer.Exit(0 if state.checked_pages else 1)
         while True:
             left = max(0.0, deadline - time.monotonic())
             state = space.rebuild(ids, wait_s=min(left, _TELL_S))
             if state.pages >= state.wanted_pages or left <= _TELL_S:
                 break
             if not as_json:
-                jobs = f"{state.claimed_jobs} jobs claimed, {state.waiting_jobs} wait"
-                typer.echo(f"{state.pages} of {state.wanted_pages} pages; {jobs}", err=True)
+                jobs = f"{counted(state.claimed_jobs, 'job')} claimed, {state.waiting_jobs} waiting"
+                typer.echo(f"{state.pages} of {counted(state.wanted_pages, 'page')}; {jobs}", err=True)
     if as_json:
         print_json(asdict(state))
     else:
-        typer.echo(f"{state.pages} of {state.wanted_pages} pages are there")
+        typer.echo(f"{state.pages} of {counted(state.wanted_pages, 'page')} there")
     if state.pages < state.wanted_pages:
         raise typer.Exit(1)
 
 
-def _print_check(found: dict[str, Any], done: bool, as_json: bool) -> None:
+def _print_check(state: "RebuildState", as_json: bool) -> None:
     if as_json:
-        print_json(found)
+        figures = {dtype: asdict(drift) | {"mean_abs": drift.mean_abs} for dtype, drift in state.drift.items()}
+        print_json({"checked_pages": state.checked_pages, "drift": figures})
         return
-    typer.echo("compared" if done else "no worker has compared them in time")
-    for dtype, drift in found["drift"].items():
+    typer.echo(f"{counted(state.checked_pages, 'page')} compared" if state.checked_pages else "no worker has compared them in time")
+    for dtype, drift in state.drift.items():
         typer.echo(
-            f"{dtype}: {drift['differing']:,} of {drift['elements']:,} elements differ, "
-            f"max {drift['max_abs']:.3g}, mean {drift['mean_abs']:.3g}"
+            f"{dtype}: {drift.differing:,} of {drift.elements:,} elements differ, max {drift.max_abs:.3g}, mean {drift.mean_abs:.3g}"
         )

@@ -14,8 +14,9 @@ from kvstore.cli.common import (
     JsonOption,
     NamespaceArgument,
     TokensOption,
-    exits_with,
+    counted,
     http_json,
+    misses,
     parse_tokens,
     print_json,
     table_console,
@@ -23,11 +24,11 @@ from kvstore.cli.common import (
 from kvstore.errors import NotFound
 
 
-@exits_with(miss=1, error=2)
+@misses
 def why(
     namespace: NamespaceArgument,
     tokens: TokensOption,
-    first_page: Annotated[int, typer.Option(min=0, help="Only from this page on.")] = 0,
+    first_page: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Only from this page on.")] = 0,
     http: HttpOption = DEFAULT_HTTP,
     as_json: JsonOption = False,
 ) -> None:
@@ -38,7 +39,7 @@ def why(
     raw = parse_tokens(tokens).astype("<u4").tobytes()
     body = {"tokens_base64": b64encode(raw).decode("ascii"), "first_page": first_page}
     told = http_json(http, f"/v1/namespaces/{quote(namespace, safe='')}/why", method="POST", body=body)
-    nothing = NotFound(f"{told['pages']} pages of this prefix are in {namespace}, none from page {first_page} on")
+    nothing = NotFound(f"{counted(told['pages'], 'page')} of this prefix in {namespace}, none from page {first_page} on")
     if not told["found"]:
         raise nothing
     if as_json:
@@ -52,7 +53,9 @@ def why(
 def _show(told: dict[str, Any]) -> None:
     console = table_console()
     gone, about = f", {told['gone']} after them are gone" if told["gone"] else "", "about " if told["estimated"] else ""
-    console.print(f"{told['pages']} pages are there{gone}; policy {told['policy']}; {about}{told['candidates']} pages can leave DRAM")
+    console.print(
+        f"{counted(told['pages'], 'page')} there{gone}; policy {told['policy']}; {about}{told['candidates']} pages can leave DRAM"
+    )
     rows = Table("pages", "tiers", "uses", "idle", "gap", "chance", "decision")
     for _, group in groupby(told["found"], key=_alike):
         pages = list(group)

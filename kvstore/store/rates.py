@@ -12,6 +12,10 @@ START_LINK_BYTES_S = START_SSD_BYTES_S = float(1 << 30)
 """Until something was measured: a link of about 10 Gbit/s, and a disk of some years ago."""
 _LEAST_LINK_BYTES = 256 << 10
 """Less tells of the round trip, not of the link."""
+_MOST_TOLD_BYTES = 1 << 30
+"""What a client says of itself weighs no more than so much."""
+_TOLD_BYTES_S = 1 << 20, 1 << 37
+"""Rates that can be true."""
 
 
 @dataclass(slots=True)
@@ -91,3 +95,10 @@ class ClientLink:
     def bytes_s(self) -> float:
         """Its own rate, or as long as it is not known that of its tenant."""
         return self._own.bytes_s if self._own.measured else self._tenant.bytes_s
+
+    def told(self, nbytes: int, seconds: float) -> None:
+        """What the client says that it copied out of shared memory, and how long that took. Nobody else's estimates learn from it."""
+        least, most = _TOLD_BYTES_S
+        if nbytes >= _LEAST_LINK_BYTES and seconds > 0 and least <= nbytes / seconds <= most:
+            share = min(1.0, _MOST_TOLD_BYTES / nbytes)
+            self._own.add(int(nbytes * share), seconds * share)

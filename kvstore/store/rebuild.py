@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvstore.drift import Drift
 from kvstore.errors import Busy, KVStoreError, NotFound, RebuildFailed
 
 MAX_JOBS = 1024
@@ -48,6 +49,8 @@ class Job:
     attempts: int = 0
     ended: bool = False
     error: KVStoreError | None = None
+    drift: Sequence[tuple[str, Drift]] | None = None
+    """Of a check that a worker has done: what it measured."""
 
     @property
     def last(self) -> int:

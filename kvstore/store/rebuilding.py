@@ -5,20 +5,21 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvstore.drift import Drift
 from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
 from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
-from kvstore.store.comparing import Compared, RebuildReport, compare, sane
+from kvstore.store.comparing import RebuildReport, sane
 from kvstore.store.gaps import Gap, find_gap, rebuildable_keys
-from kvstore.store.rebuild import MAX_JOB_PAGES, MAX_PAGES, Job, RebuildQueue
-from kvstore.store.rebuild_work import Work, chain, stored_prefix, work_of
-from kvstore.store.recipe_source import Fresh, split_keys
+from kvstore.store.job_recipes import is_whole, recipes_for
+from kvstore.store.rebuild import MAX_JOB_PAGES, Job, RebuildQueue
+from kvstore.store.rebuild_work import Work, stored_prefix, work_of
+from kvstore.store.recipe_source import split_keys
 from kvstore.store.recipes import Recipes
+from kvstore.store.recorded import Recorded
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
-from kvstore.tiers.recipe import Recipe
 
 _log = logging.getLogger("kvstore.rebuild")
 
@@ -26,16 +27,11 @@ MAX_WAIT_S = 600.0
 AHEAD_S = 300.0
 """So long pages that are to be computed ahead of need wait for a worker."""
 WORKER_SEEN_S = 60.0
-_RECORDED_S = 60.0
 _STOPPING = "the daemon is stopping"
-_MAX_RECORDED = 1 << 15
-"""Pages whose record is kept at hand to be compared; of more at a time, the others are not compared."""
 MAX_WAITING_BYTES = 256 << 20
 """Of tokens of requests that wait."""
 _ROUNDS = 8
 """So often a request looks again what is missing, when what was computed for it has gone meanwhile."""
-_FIRST_STEP = 64
-"""Of pages before a job's that are gone as well, so many recipes are read at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +42,9 @@ class Progress:
     wanted_pages: int
     waiting_jobs: int
     claimed_jobs: int
-
-
-@dataclass(slots=True)
-class _Recorded:
-    recipe: Recipe
-    until: float
+    checked_pages: int = 0
+    drift: Sequence[tuple[str, Drift]] = ()
+    """Of a check that is done: the pages compared, and what the worker measured."""
 
 
 class Rebuilding:
@@ -63,14 +56,14 @@ class Rebuilding:
         self._stats = stats
         self._spaces: dict[int, Space] = {}
         self._reports: dict[int, RebuildReport] = {}
-        self._recorded: dict[tuple[int, bytes], _Recorded] = {}
+        self._recorded = Recorded(self.report, stats)
         self._events: dict[int, asyncio.Event] = {}
         self._waiting_bytes = 0
         self._closed = False
         self._news = asyncio.Event()
         self._seen: dict[str, float] = {}
         """When a worker of a tenant last asked for a job."""
-        recipes.fresh = self._compare
+        recipes.fresh = self._recorded.compare
 
     def report(self, space: Space) -> RebuildReport:
         """What rebuilds of a namespace came to."""
@@ -91,6 +84,8 @@ class Rebuilding:
 
         Returns how it stands then. Raises RebuildFailed if it can't be done or was not; with `strict` also if a page has no recipe.
         """
+        if strict and len(as_token_bytes(tokens)) < space.tree.pages.token_bytes:
+            raise BadRequest(f"these tokens do not fill a page of {space.spec.page_tokens}: there is nothing to compute again")
         deadline = time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S)
         base_key, base_pages = space.tree.key_at(base), base.pages
         with self._waiting_with(tokens):
@@ -227,7 +222,8 @@ class Rebuilding:
             self._spaces[space.number] = space
             self._tell()
             await self._wait([job], time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S))
-        return Progress(usable, len(as_token_bytes(tokens)) // space.tree.pages.token_bytes, *self.jobs_of(space))
+        measured = (0, ()) if job.drift is None else (len(job.keys), job.drift)
+        return Progress(usable, len(as_token_bytes(tokens)) // space.tree.pages.token_bytes, *self.jobs_of(space), *measured)
 
     # --- working -------------------------------------------------------------------------------------------------------
 
@@ -261,8 +257,11 @@ class Rebuilding:
         space = self._spaces[job.number]
         put_id = self.queue.claim(job, owner, time.monotonic(), lease_s)
         try:
-            found = await self._recipes_for(job, space, put_id)
+            found = await recipes_for(self.queue, self._recipes, job, space, put_id)
             if found is None or not job.has(put_id):
+                return None
+            if not found:  # it is done already
+                self._finish(job)
                 return None
             work = await asyncio.to_thread(work_of, space, job, put_id, job.first, stored_prefix(space, job), found)
         except RebuildFailed as error:
@@ -276,69 +275,14 @@ class Rebuilding:
             raise
         if not job.has(put_id):
             return None
-        self._record(job, space, found)
-        return work
-
-    async def _recipes_for(self, job: Job, space: Space, put_id: bytes) -> list[Recipe] | None:
-        """The recipes of a job's pages, after it was made to begin right after the longest usable prefix.
-
-        None if it is done already, if pages before it are another job's, or if the claim under `put_id` has ended meanwhile.
-        Raises RebuildFailed if a recipe is missing.
-        """
-        known: dict[bytes, Recipe] = {}
-        if job.check:
-            await self._read(space, job.keys, job.first, known)
-            if not self._whole(space, job):
-                raise RebuildFailed("pages that were to be compared are gone: have them computed again instead")
-            return [known[key] for key in job.keys]
-        step = _FIRST_STEP
-        while True:
-            first, parent, keys = chain(self.queue, space, job, known)
-            if first < 0:
-                before = await self._recipes.upwards(space, parent, step)
-                if not before:
-                    raise _lacking(job.last - len(keys) - 1)
-                known.update((one.key, one) for one in before)
-                step = min(step * 4, MAX_PAGES)  # each time the chain is gone through from its start
-            elif lacking := [key for key in keys if key not in known]:
-                await self._read(space, lacking, first, known)
-            else:
-                break
-            if not job.has(put_id):
-                return None
-        if not keys:
-            self._finish(job)
-            return None
-        others = [at for at, key in enumerate(keys) if self.queue.find(space.number, key) not in (None, job)]
-        at = others[-1] + 1 if others else 0
-        self.queue.move_front(job, first + at, keys[at - 1] if at else parent, keys[at:])
-        if at or self.queue.find(space.number, parent) is not None:
-            self.queue.put_back(job)
-            return None
-        return [known[key] for key in keys]
-
-    async def _read(self, space: Space, keys: list[bytes], first: int, known: dict[bytes, Recipe]) -> None:
-        for at, recipe in enumerate(await self._recipes.read(space, keys)):
-            if recipe is None:
-                raise _lacking(first + at)
-            known[recipe.key] = recipe
-
-    def _record(self, job: Job, space: Space, recipes: list[Recipe]) -> None:
-        """Keep at hand what the pages of a job were, to be compared with what comes."""
-        until = time.monotonic() + _RECORDED_S
         if not job.check:
-            room = max(0, _MAX_RECORDED - len(self._recorded))
-            self._recorded.update({(space.number, one.key): _Recorded(replace(one, body=b""), until) for one in recipes[:room]})
+            self._recorded.keep(space, found)
+        return work
 
     def renew(self, owner: int, job_id: int, lease_s: float) -> None:
         """Let a worker keep its job for `lease_s` seconds from now."""
         job = self.queue.renew(owner, job_id, time.monotonic(), lease_s)
-        self._keep_recorded(job)
-
-    def _keep_recorded(self, job: Job) -> None:
-        for key in job.keys:
-            if (one := self._recorded.get((job.number, key))) is not None:
-                one.until = time.monotonic() + _RECORDED_S
+        self._recorded.renew(job.number, job.keys)
 
     def end(self, owner: int, job_id: int, error: str, measured: Sequence[tuple[str, Drift]]) -> None:
         """A worker is done with a job, or gives it up. Raises NotFound if it has it no more, which is no harm."""
@@ -353,10 +297,11 @@ class Rebuilding:
             for dtype, drift in measured:
                 report.add_drift(dtype, drift)
             report.checked_pages += len(job.keys)
+            job.drift = measured
             if any(drift.differing for _, drift in measured):
                 report.checks_that_differed += 1
             self._finish(job)
-        elif self._whole(space, job):
+        elif is_whole(space, job):
             self._finish(job)
         else:
             self._attempt_failed(job, "the worker said that it was done, but the pages are not there")
@@ -389,7 +334,7 @@ class Rebuilding:
             self._note_failure(job)
         if late:
             self._tell()
-        self._recorded = {name: one for name, one in self._recorded.items() if one.until >= now} if self._recorded else self._recorded
+        self._recorded.sweep(now)
 
     def close(self) -> None:
         """The daemon stops: nobody waits any longer."""
@@ -412,22 +357,13 @@ class Rebuilding:
             return
         jobs = {job.id: job for key in split_keys(keys) if (job := self.queue.find(space.number, key)) is not None}
         for job in jobs.values():
-            if self._whole(space, job):
+            if is_whole(space, job):
                 self._finish(job)
 
     @property
     def idle(self) -> bool:
         """Whether no recipe waits to be written."""
         return self._recipes.idle
-
-    @staticmethod
-    def _whole(space: Space, job: Job) -> bool:
-        tree = space.tree
-        slot = tree.pages.find_key(job.keys[-1])
-        if slot < 0 or not tree.rules.optional:
-            return slot >= 0
-        slots = tree.path_slots(tree.path_to(slot))
-        return tree.rules.longest(tree.pages.components[slots]) == len(slots)
 
     def _finish(self, job: Job) -> None:
         if job.owner is not None and not job.check:
@@ -437,30 +373,6 @@ class Rebuilding:
             self._stats.rebuilt_pages += len(job.keys)
         self._stats.rebuild_jobs += 1
         self.queue.done(job)
-
-    async def _compare(self, fresh: Sequence[Fresh]) -> None:
-        """Pages that were computed again, before what is on record of them is replaced."""
-        if not self._recorded:
-            return
-        pairs = [
-            (one, found.recipe) for one in fresh if (found := self._recorded.pop((one.space.number, one.recipe.key), None)) is not None
-        ]
-        if not pairs:
-            return
-        results = await asyncio.to_thread(_compare_all, pairs)
-        for (one, recorded), result in zip(pairs, results, strict=True):
-            report = self.report(one.space)
-            for dtype, drift in result.drift:
-                report.add_drift(dtype, drift)
-            if result.same is None:
-                report.uncompared_pages += 1
-            elif result.same:
-                report.same_pages += 1
-            elif one.space.settings.rebuild == "exact":
-                report.new_version_pages += 1
-                self._stats.rebuild_new_versions += 1
-                what = f"page {recorded.depth} of a prefix (key {recorded.key.hex()[:16]}…)"
-                _log.warning("namespace %s: %s is not what is on record: it is a new version", one.space.settings.name, what)
 
     # --- waiting -------------------------------------------------------------------------------------------------------
 
@@ -479,11 +391,3 @@ class Rebuilding:
             self._stats.rebuild_failed_jobs += 1
             self._reports.setdefault(job.number, RebuildReport()).failed_jobs += 1
         self._tell()
-
-
-def _lacking(page: int) -> RebuildFailed:
-    return RebuildFailed(f"page {page} of the prefix can't be computed again: its recipe is gone, or damaged")
-
-
-def _compare_all(pairs: Sequence[tuple[Fresh, Recipe]]) -> list[Compared]:
-    return [compare(one.space.spec, recorded, one.recipe) for one, recorded in pairs]

@@ -10,9 +10,8 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Executor
 
 import lmdb
 import numpy as np
@@ -22,15 +21,15 @@ from kvstore.errors import Busy, DiskFailing
 from kvstore.lmdb_files import STRUCTURAL
 from kvstore.radix.pages import GHOST, RECIPE
 from kvstore.radix.tree import Extras, as_token_bytes
+from kvstore.store.recipe_budget import RecipeBudget
 from kvstore.store.recipe_source import Fresh, RecipeSource
+from kvstore.store.recipe_threads import RecipeThreads
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.tiers.recipe import Recipe, encode_recipe
-from kvstore.tiers.text import Aged, Holding, NewRecipe, RecipeBatch, RecipeFile
+from kvstore.tiers.text import Holding, NewRecipe, RecipeBatch, RecipeFile
 
 _log = logging.getLogger("kvstore.recipes")
-
-T = TypeVar("T")
 
 _BATCH_PAGES = 1024
 _TURN_PAGES = 128
@@ -40,9 +39,6 @@ _GATHER_S = 0.005
 _MAX_QUEUED = 1 << 18
 """Pages. What does not fit is found again by looking through the namespace."""
 _RETRY_S = 1.0
-_AGED = 512
-_ROUNDS = 4
-"""So often recipes of pages that are there are passed over, before the oldest go all the same."""
 _AGE_TURN_S = 30.0
 LOOK_PAGES = 1 << 16
 """Pages of a prefix whose recipes are looked up for one request."""
@@ -60,13 +56,11 @@ class Recipes:
         stats: Stats, ttl_s: float, readers: Executor,
     ) -> None:  # fmt: skip
         self.file = file
-        self._readers = readers
-        self._spaces = spaces
         self.source = RecipeSource(view, now)
-        self._now = now
         self._stats = stats
         self._ttl_s = ttl_s
-        self._writer = ThreadPoolExecutor(1, "kvstore-recipes")
+        self._threads = RecipeThreads(readers, self._on_damage)
+        self._budget = RecipeBudget(file, self._threads, spaces, now, stats, self.look_through)
         self._queue: deque[tuple[Space, bytes]] = deque()
         """(namespace, keys of consecutive pages)."""
         self._queued = 0
@@ -74,9 +68,6 @@ class Recipes:
         """Namespaces to be looked through for pages without a recipe, by number."""
         self._barriers: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
-        self._lock = asyncio.Lock()
-        self._left: asyncio.Future[Any] | None = None
-        """A write whose caller was cancelled, and which may go on."""
         self._failing = ""
         self._stopped = False
         self._damaged = False
@@ -106,7 +97,7 @@ class Recipes:
     @property
     def idle(self) -> bool:
         """Whether nothing waits to be written."""
-        return not (self._queue or self._lacking or self._lock.locked())
+        return not (self._queue or self._lacking or self._threads.busy)
 
     async def run(self) -> None:
         """Write what comes in until cancelled."""
@@ -124,11 +115,11 @@ class Recipes:
 
     async def _turn(self) -> None:
         try:
-            async with self._alone():
+            async with self._threads.alone():
                 await self._drain_mending()
                 if self._ttl_s and time.monotonic() >= self._age_due:
                     self._age_due = time.monotonic() + _AGE_TURN_S
-                    await self.expire()
+                    await self._budget.expire(self._ttl_s)
             if self._failing:
                 _log.warning("the text tier takes recipes again")
             self._failing = ""
@@ -140,19 +131,23 @@ class Recipes:
             self._end_barriers(DiskFailing(f"recipes can't be written: {error}", retry_after_ms=1000))
             await asyncio.sleep(_RETRY_S)
             with contextlib.suppress(lmdb.Error, OSError):
-                await self._in_writer(self.file.probe)
+                await self._threads.write(self.file.probe)
             self._wake.set()
 
     async def _drain_mending(self) -> None:
         """Write all there is; a file whose structure turns out to be damaged is salvaged first, once."""
         if self._damaged:
             self._damaged = False
-            await self._in_writer(self._mend)
+            await self._threads.write(self._mend)
         try:
             await self._drain()
         except STRUCTURAL:
-            await self._in_writer(self._mend)
+            await self._threads.write(self._mend)
             await self._drain()
+
+    def _on_damage(self) -> None:
+        self._damaged = True
+        self._wake.set()
 
     def _mend(self) -> None:
         _log.error("the recipes are damaged: saving what can be read of them")
@@ -203,11 +198,11 @@ class Recipes:
             return
         if self.fresh is not None:
             await self.fresh(fresh)
-        news = await self._in_writer(_encoded, fresh)
-        await self._make_room(sum(new.cost for new in news))
+        news = await self._threads.write(_encoded, fresh)
+        await self._budget.make_room(sum(new.cost for new in news))
         news = [new for new, one in zip(news, fresh, strict=True) if not one.space.dropped]
         try:
-            await self._in_writer(self.file.commit, RecipeBatch(put=news))
+            await self._threads.write(self.file.commit, RecipeBatch(put=news))
         except lmdb.MapFullError:  # the file is more fragmented than was thought: fewer fit
             self.file.capacity = self.file.usage().used * 9 // 10
             raise
@@ -227,7 +222,7 @@ class Recipes:
             slots = np.arange(first, min(first + _BATCH_PAGES, pages.ranges.high), dtype=np.int32)
             slots = slots[(pages.node[slots] > 0) & ((pages.flags[slots] & (GHOST | RECIPE)) == 0)]
             keys = [pages.key_bytes(slot) for slot in slots.tolist()]
-            there = await self._look(self.file.have, space.number, space.digest, keys) if keys else []
+            there = await self._threads.read(self.file.have, space.number, space.digest, keys) if keys else []
             for key, has in zip(keys, there, strict=True):
                 if not has:
                     self.entered(space, key)
@@ -237,92 +232,6 @@ class Recipes:
             await asyncio.sleep(0)
             while self._queue:
                 await self._write_some()
-
-    @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Nobody else writes, nor does a write go on whose caller was cancelled."""
-        async with self._lock:
-            if self._left is not None:
-                await asyncio.wait([self._left])
-                self._left = None
-            yield
-
-    async def _in_writer(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a write to its end. If the caller is cancelled it goes on, and who is `_alone` next waits for it.
-
-        The caller does not: a write that never ends would keep the daemon from stopping.
-        """
-        work = asyncio.get_running_loop().run_in_executor(self._writer, call, *arguments)
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError:
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._left = work
-            raise
-        return work.result()
-
-    async def _look(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a read in the readers' threads. Raises DiskFailing; damage is mended by the task then."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._readers, call, *arguments)
-        except (lmdb.Error, OSError) as error:
-            if isinstance(error, STRUCTURAL):
-                self._damaged = True
-                self._wake.set()
-            raise DiskFailing(f"the recipes can't be read: {error}", retry_after_ms=1000) from error
-
-    # --- budget and age ------------------------------------------------------------------------------------------------
-
-    async def _make_room(self, nbytes: int) -> None:
-        """Let the oldest recipes go until there is room; those of pages that are gone first."""
-        for number in range(1 << 16):
-            usage = self.file.usage()
-            if usage.used + nbytes <= usage.capacity:
-                return
-            aged = await self._in_writer(self.file.oldest, _AGED)
-            if not aged:
-                return
-            live, dead = self._apart(aged)
-            if not dead and number < _ROUNDS:
-                await self._in_writer(self.file.restamp, live, int(self._now() * 1000))
-                continue
-            await self._in_writer(self.file.forget, dead) if dead else await self._forget_live(live)
-            self._stats.recipes_evicted += len(dead or live)
-
-    async def expire(self) -> None:
-        """Let recipes go that were written too long ago, but not of pages that are there: theirs count as written anew."""
-        while aged := await self._in_writer(self.file.oldest, _AGED, int((self._now() - self._ttl_s) * 1000)):
-            live, dead = self._apart(aged)
-            if live:
-                await self._in_writer(self.file.restamp, live, int(self._now() * 1000))
-            if dead:
-                await self._in_writer(self.file.forget, dead)
-                self._stats.recipes_expired += len(dead)
-
-    def _apart(self, aged: list[Aged]) -> tuple[list[Aged], list[Aged]]:
-        """Recipes of pages that are there, and of those that are not."""
-        spaces = {space.number: space for space in self._spaces()}
-        live: list[Aged] = []
-        dead: list[Aged] = []
-        for one in aged:
-            space = spaces.get(one.number)
-            there = space is not None and (space.loading or space.tree.pages.find_key(one.key) >= 0)
-            (live if there else dead).append(one)
-        return live, dead
-
-    async def _forget_live(self, gone: list[Aged]) -> None:
-        """Let recipes of pages that are there go. No page may be given up from the first moment on: their flags go before."""
-        spaces = {space.number: space for space in self._spaces()}
-        for one in gone:
-            space = spaces.get(one.number)
-            if space is not None and (slot := space.tree.pages.find_key(one.key)) >= 0:
-                space.tree.pages.flags[slot] &= ~np.uint8(RECIPE)
-        try:
-            await self._in_writer(self.file.forget, gone)
-        except BaseException:
-            for number in {one.number for one in gone} & spaces.keys():
-                self.look_through(spaces[number])  # they may still be there
-            raise
 
     # --- looking up ----------------------------------------------------------------------------------------------------
 
@@ -346,7 +255,7 @@ class Recipes:
 
         `labels` are their token bytes, `extras` their extra digests by page of the prefix. At most LOOK_PAGES.
         """
-        return await self._look(self._front, space, parent, labels, extras, first)
+        return await self._threads.read(self._front, space, parent, labels, extras, first)
 
     def _front(self, space: Space, parent: bytes, labels: bytes, extras: Extras, first: int) -> list[bytes]:
         width = space.tree.pages.token_bytes
@@ -364,19 +273,19 @@ class Recipes:
 
     async def have(self, space: Space, keys: list[bytes]) -> list[bool]:
         """Which pages have a recipe that verifies."""
-        return await self._look(self.file.have, space.number, space.digest, keys)
+        return await self._threads.read(self.file.have, space.number, space.digest, keys)
 
     async def read(self, space: Space, keys: list[bytes]) -> list[Recipe | None]:
         """Recipes by page key."""
-        return await self._look(self.file.read, space.number, space.digest, keys)
+        return await self._threads.read(self.file.read, space.number, space.digest, keys)
 
     async def upwards(self, space: Space, key: bytes, limit: int) -> list[Recipe]:
         """The recipes of a page and of those before it, from it towards the root: up to the first that is lacking, at most `limit`."""
-        return await self._look(self.file.upwards, space.number, space.digest, key, limit)
+        return await self._threads.read(self.file.upwards, space.number, space.digest, key, limit)
 
     async def key_at(self, space: Space, tokens: bytes, extras: Extras, page: int) -> bytes | None:
         """The key of a page of a prefix, whether it is there or not; None if the prefix is shorter."""
-        return await self._look(_key_at, space, as_token_bytes(tokens), extras, page)
+        return await self._threads.read(_key_at, space, as_token_bytes(tokens), extras, page)
 
     def holding(self, space: Space) -> Holding:
         """Recipes of a namespace, and their bytes."""
@@ -386,19 +295,19 @@ class Recipes:
 
     async def delete(self, space: Space, key: bytes) -> int:
         """Delete the recipes of a page and of all below it, durably. Pages that are there keep theirs. Returns how many."""
-        async with self._alone():
+        async with self._threads.alone():
             with contextlib.suppress(lmdb.Error, OSError):
                 await self._drain()
-            keys = await self._look(self.file.below, space.number, key)
+            keys = await self._threads.read(self.file.below, space.number, key)
             gone = [one for one in keys if space.tree.pages.find_key(one) < 0]
             return await self._delete(space, gone)
 
     async def delete_all(self, space: Space) -> int:
         """Delete the recipes of all pages of a namespace that are not there, durably. Returns how many."""
         done, after = 0, None
-        async with self._alone():
+        async with self._threads.alone():
             while True:
-                keys, after = await self._look(self.file.keys, space.number, after)
+                keys, after = await self._threads.read(self.file.keys, space.number, after)
                 done += await self._delete(space, [key for key in keys if space.tree.pages.find_key(key) < 0])
                 if after is None:
                     return done
@@ -407,39 +316,39 @@ class Recipes:
         before = self.holding(space).recipes
         if keys:
             try:
-                await self._in_writer(self.file.commit, RecipeBatch(delete=[(space.number, key) for key in keys]))
+                await self._threads.write(self.file.commit, RecipeBatch(delete=[(space.number, key) for key in keys]))
             except (lmdb.Error, OSError) as error:
                 raise DiskFailing(f"the recipes can't be deleted: {error}", retry_after_ms=1000) from error
         return before - self.holding(space).recipes
 
     async def drop_namespace(self, space: Space) -> None:
         """Delete all recipes of a dropped namespace, durably."""
-        async with self._alone():
+        async with self._threads.alone():
             if space.number in self.file.holdings:
                 try:
-                    await self._in_writer(self.file.drop_namespace, space.number)
+                    await self._threads.write(self.file.drop_namespace, space.number)
                 except (lmdb.Error, OSError) as error:
                     raise DiskFailing(f"the recipes can't be deleted: {error}", retry_after_ms=1000) from error
 
     async def sweep(self, known: set[int]) -> None:
         """Delete the recipes of namespaces that are no more: what a crash while one was dropped leaves."""
-        async with self._alone():
-            for number in await self._in_writer(self.file.numbers):
+        async with self._threads.alone():
+            for number in await self._threads.write(self.file.numbers):
                 if number not in known:
-                    await self._in_writer(self.file.drop_namespace, number)
+                    await self._threads.write(self.file.drop_namespace, number)
 
     async def stop(self, wait_s: float) -> bool:
         """Write what is queued, within a time, and close. False if a write does not end: its thread is left behind."""
         try:
-            async with asyncio.timeout(wait_s), self._alone():
+            async with asyncio.timeout(wait_s), self._threads.alone():
                 await self._drain()
-                await self._in_writer(bool)
+                await self._threads.write(bool)
         except TimeoutError:
-            self._writer.shutdown(wait=False)
+            self._threads.leave()
             return False
         except (lmdb.Error, OSError, DiskFailing) as error:
             _log.error("%d recipes could not be written at the end: %s", self._queued, error)
-        await asyncio.to_thread(self._writer.shutdown)
+        await self._threads.end()
         await asyncio.to_thread(self.file.close)
         return True
 

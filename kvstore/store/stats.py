@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Stats:
-    """Totals since start. Bytes are payload bytes unless the name says stored. `refused_pages` were not worth writing to SSD."""
+    """Totals since start. Bytes are payload bytes unless the name says stored. `refused_pages` were not worth writing to SSD.
+
+    The `near` ones are what clients said that they copied out of shared memory.
+    """
 
     matches: int = 0
     matched_tokens: int = 0
@@ -22,6 +25,8 @@ class Stats:
     fetches: int = 0
     fetch_bytes: int = 0
     fetch_misses: int = 0
+    near_fetches: int = 0
+    near_fetch_bytes: int = 0
     demoted_pages: int = 0
     demoted_stored_bytes: int = 0
     promoted_blobs: int = 0

@@ -9,7 +9,7 @@ from kvstore.api.sessions import Session
 from kvstore.api.small_fetch import SMALL_BYTES, Buffers, fetch_small
 from kvstore.api.streaming import read_fetch
 from kvstore.api.wire import Channel, FrameType, pack, unpack
-from kvstore.api.wire.frames import HEADER_BYTES, decode_header
+from kvstore.api.wire.frames import HEADER_BYTES, MAX_PIECES, decode_header
 from kvstore.api.wire.messages import Fetched, FetchRequest
 from kvstore.api.wire.runs import Run, pack_runs
 from kvstore.digests import slice_digest
@@ -84,6 +84,7 @@ async def test_what_is_not_for_it(tmp_path: Path) -> None:
         assert not await peer.fetch(names, [Run(0, 0, 64)], provisional=True)
         assert not await peer.fetch(names, [Run(0, 0, 64)] * (SMALL_BYTES // 64 + 1))
         assert not await peer.fetch(names, [Run(0, 0, 64)], frame_bytes=32)
+        assert not await peer.fetch(names, [Run(0, 0, 1, 1, 64)] * (MAX_PIECES // 64) + [Run(0, 0, 1)]), "a frame takes no more pieces"
         with pytest.raises(NotFound):
             await peer.fetch([b"x" * 16], [Run(0, 0, 64)])
         space.clear_slot(store.find_blob(space, names[0]))

@@ -98,12 +98,12 @@ def test_a_start_with_a_clock_behind_goes_on_from_the_last_record(shifted: Shift
 
 
 def test_leases_and_idle_puts_do_not_know_the_wall_clock(shifted: Shifted) -> None:
-    with shifted.start(put_idle=2) as daemon, Client(daemon.endpoint) as client, RawClient(daemon.endpoint) as raw:
+    with shifted.start(put_idle=1) as daemon, Client(daemon.endpoint) as client, RawClient(daemon.endpoint) as raw:
         namespace = retained(client)
         namespace.put(context(1), content(context(1)))
         long = namespace.match(context(1), lease_s=3000)
         for number, step in enumerate([10 * HOURS, -10 * HOURS]):
-            short = namespace.match(context(1), lease_s=1)
+            short = namespace.match(context(1), lease_s=0.5)
             assert start_put(raw, 500 + 10 * number).handle
             shifted.step_to(step)
             deadline = time.monotonic() + 20

@@ -16,7 +16,7 @@ from tests.faults.baseline import unexpected
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.test_crash import Load
 
-KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "5"))
+KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "3"))
 SIZES = ("--dram", "8MiB", "--ssd", "16GiB")
 _SAMPLE = 20
 

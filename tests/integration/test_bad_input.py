@@ -24,7 +24,7 @@ from kvstore.api.wire.messages import (
     PutReady,
     PutStart,
 )
-from kvstore_client import BadRequest, Client, NoSpace
+from kvstore_client import BadRequest, Client, Costs, NoSpace
 from kvstore_client.put_layout import PutLayout
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.faults.baseline import unexpected
@@ -394,6 +394,21 @@ def test_the_sdk_says_what_is_wrong_before_anything_is_sent(daemon: DaemonProces
                 namespace.fetch(match, bytearray(7))
             with pytest.raises(BadRequest, match="read-only"):
                 namespace.fetch(match, bytes(4 * SPEC.page_bytes))
+            for component in (-1, 3):
+                with pytest.raises(BadRequest, match=f"component {component} does not exist"):
+                    namespace.view(match, component=component)
+                with pytest.raises(BadRequest, match=f"component {component} does not exist"):
+                    namespace.view(match, component=component, pages=(0, 1))
+        with pytest.raises(BadRequest, match="estimate is None"):
+            namespace.match(context(1), estimate=None)  # type: ignore[arg-type]
+        with pytest.raises(BadRequest, match="prefill_us = 'x', which is no number"):
+            Costs("x")  # type: ignore[arg-type]
+        for nbytes in ("64MiB", 0, -1, 2.5):
+            with pytest.raises(BadRequest, match="whole number of bytes"):
+                client.buffer(nbytes)  # type: ignore[arg-type]
+        for nbytes in (1 << 50, 1 << 70):
+            with pytest.raises(NoSpace, match="no memory for a buffer"):
+                client.buffer(nbytes)
         huge = np.arange(4096 * SPEC.page_tokens, dtype=np.uint32).tobytes()
         data, layout = memoryview(bytes(4096 * SPEC.page_bytes)), PutLayout(SPEC, (SPEC.whole(),), 0, 4096)
         with pytest.raises(NoSpace):

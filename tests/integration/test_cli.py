@@ -13,6 +13,7 @@ import pytest
 from kvstore_workers.daemon_process import DaemonProcess
 
 PAGE_BYTES = 2 * 2 * 4 * 8 * 2
+CREATE = ("ns", "create", "x", "--layers", "1", "--kv-heads", "1", "--head-dim", "8")
 
 
 def kvstore(daemon: DaemonProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,7 +53,7 @@ def test_a_page_goes_in_and_comes_out(daemon: DaemonProcess, tmp_path: Path) -> 
         assert kvstore(daemon, *arguments).returncode == 1, "a miss is no error"
     assert as_json(kvstore(daemon, "ns", "drop", "cli", "--yes", "--json"))["dropped"] == made["id"]
     gone = kvstore(daemon, "ns", "show", "cli")
-    assert gone.returncode == 1
+    assert gone.returncode == 2
     assert "unknown_namespace" in gone.stderr
 
 
@@ -62,22 +63,45 @@ def test_a_page_goes_in_and_comes_out(daemon: DaemonProcess, tmp_path: Path) -> 
         (("match", "nope", "-t", "1,2,3,4"), "unknown_namespace"),
         (("match", "nope", "-t", "one,two"), "can't read tokens"),
         (("match", "nope", "-t", "@/nowhere.npy"), "can't read tokens"),
-        (("ns", "create", "x", "--layers", "1", "--kv-heads", "1", "--head-dim", "8"), "fingerprint"),
-        (("ns", "create", "x", "--layers", "1", "--kv-heads", "1", "--head-dim", "8", "--model", "m@main"), "does not name fixed weights"),
+        (("put", "nope", "-t", "1,2,3,4", "-d", "/nowhere"), "unknown_namespace"),
+        (("status", "--http", "127.0.0.1:7420"), "give http://HOST:PORT"),
+        (CREATE, "fingerprint"),
+        ((*CREATE, "--model", "m@main"), "does not name fixed weights"),
+        ((*CREATE, "--model", "m@1", "--lossy"), "it goes with recipes"),
+        ((*CREATE, "--model", "m@1", "--rebuild", "tolerant"), "it goes with recipes"),
         (("ns", "create", "x", "--layers", "0", "--kv-heads", "1", "--head-dim", "8", "--model", "m@1"), "layers"),
     ],
 )
 def test_errors_are_one_line_that_helps(daemon: DaemonProcess, arguments: tuple[str, ...], words: str) -> None:
     done = kvstore(daemon, *arguments)
-    assert done.returncode == (2 if arguments[0] == "match" else 1)
+    assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_no_daemon_is_said_plainly() -> None:
-    done = subprocess.run([sys.executable, "-m", "kvstore", "status", "--http", "http://127.0.0.1:1"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "kvstore serve" in done.stderr
+@pytest.mark.parametrize("command", [("status",), ("match", "x", "-t", "1"), ("put", "x", "-t", "1", "-d", "x"), ("ns", "list")])
+def test_no_daemon_is_said_plainly_and_is_an_error(command: tuple[str, ...]) -> None:
+    nobody = {**os.environ, "KVSTORE_HTTP": "http://127.0.0.1:1", "KVSTORE_ENDPOINT": "127.0.0.1:1"}
+    done = subprocess.run([sys.executable, "-m", "kvstore", *command], env=nobody, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "connection_lost" in done.stderr
+    assert "127.0.0.1:1" in done.stderr
+
+
+def test_files_of_numpy(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """What only pickle could read is refused, without the advice to use it; an array's bytes are what is put."""
+    kvstore(daemon, *CREATE[:2], "files", *CREATE[3:], "--page-tokens", "4", "--model", "m@1")
+    np.save(tmp_path / "objects.npy", np.array([1, "x"], object), allow_pickle=True)
+    np.save(tmp_path / "page.npy", np.arange(4 * 2 * 8, dtype=np.uint16))
+    (tmp_path / "none.npy").write_bytes(b"PK\x03\x04")
+    for name, words in (("objects", "save numbers, as with numpy.save"), ("none", "not what numpy.save writes")):
+        for arguments in (("-t", f"@{tmp_path / name}.npy", "-d", "x"), ("-t", "1,2,3,4", "-d", f"{tmp_path / name}.npy")):
+            done = kvstore(daemon, "put", "files", *arguments)
+            assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+            assert "allow_pickle" not in done.stderr
+    done = kvstore(daemon, "put", "files", "-t", "1,2,3,4", "-d", str(tmp_path / "page.npy"))
+    assert done.stdout.startswith("1 new page, 0 were there; 128 B"), done.stdout + done.stderr
+    assert kvstore(daemon, "match", "files", "-t", "1,2,3,4").stdout.startswith("4 of 4 tokens: 1 page, 1 in DRAM")
 
 
 def test_help_and_version(daemon: DaemonProcess) -> None:

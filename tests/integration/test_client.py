@@ -298,3 +298,15 @@ async def test_what_makes_no_sense_is_a_typed_error(daemon: DaemonProcess) -> No
             assert await namespace.fetch(match, np.empty((0, BIG.page_bytes), np.uint8)) == 0
             with pytest.raises(BadRequest, match="can't be received into"):
                 await namespace.fetch(match, np.zeros((4, 4), np.uint8)[:, ::2])
+
+
+def test_a_blocking_match_tells_as_much(daemon: DaemonProcess) -> None:
+    tokens = context(7_700)
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        namespace.put(tokens, content(tokens))
+        found = namespace.match(tokens, lease_s=0, boundaries=True)
+        assert found.usable_boundaries().tolist() == [0, 1, 2, 3, 4]
+        assert found.boundaries == [(0, 5)]
+        assert [page for page, part, _ in found.parts() if part == SPEC.whole()] == [0, 1, 2, 3]
+        assert (found.known_pages, found.pages_of(0)) == (4, (0, 4))

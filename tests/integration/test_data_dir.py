@@ -12,7 +12,7 @@ from tests.integration.pages import content, context, fetch_checked, open_namesp
 
 def last_words(data_dir: Path, *arguments: str) -> str:
     daemon = DaemonProcess(data_dir, *arguments)
-    assert daemon.wait_exit(20) == 1
+    assert daemon.wait_exit(20) == 2
     return daemon.lines[-1]
 
 
@@ -75,7 +75,7 @@ def test_a_bad_configuration_is_named(data_dir: Path, arguments: tuple[str, ...]
 
 def test_a_misspelt_variable_is_refused(data_dir: Path) -> None:
     daemon = DaemonProcess(data_dir, environment={"KVSTORE_DARM": "4MiB", "KVSTORE_HTTP": "http://127.0.0.1:1"})
-    assert daemon.wait_exit(20) == 1
+    assert daemon.wait_exit(20) == 2
     assert "KVSTORE_DARM" in daemon.lines[-1]
     assert "did you mean KVSTORE_DRAM?" in daemon.lines[-1]
 

@@ -30,5 +30,5 @@ def test_the_policy_is_shown_wherever_one_looks(tmp_path: Path) -> None:
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvstore", "serve", "--data-dir", str(tmp_path / "d"), "--policy", "best"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "one of lru, arc, classifier, s3fifo" in done.stderr

@@ -137,5 +137,5 @@ def test_it_ends_at_its_limit_and_says_so(tmp_path: Path) -> None:
 
 def test_a_file_that_can_not_be_made_is_said_at_start(tmp_path: Path) -> None:
     daemon = DaemonProcess(tmp_path / "data", "--record", str(tmp_path / "no folder" / "x.jsonl"), "--dram", "16MiB")
-    assert daemon.wait_exit() == 1
+    assert daemon.wait_exit() == 2
     assert any("can't record to" in line for line in daemon.lines)

@@ -19,7 +19,7 @@ from kvstore.store import Clock
 from kvstore_client import AsyncClient, ConnectionLost
 
 FILE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
-REQUESTS = 450
+REQUESTS = 300
 SPEC = KVSpec(1, (Component("full", 4, 1, 64),))
 SLOT, EXTENT = 1280, 4080
 """What a page takes up in DRAM and on SSD."""

@@ -56,8 +56,10 @@ def test_a_client_on_the_same_machine_takes_it_by_itself(daemon: DaemonProcess, 
         namespace = open_namespace(client)
         namespace.put(tokens, content(tokens))
         before = sent_bytes(daemon)
+        copied = stat(daemon.http)["totals"]["near_fetch_bytes"]
         assert fetch_checked(namespace, tokens) == 20
         assert sent_bytes(daemon) == before, "bytes were sent over a socket"
+        assert stat(daemon.http)["totals"]["near_fetch_bytes"] == copied + 20 * SPEC.page_bytes, "it was not told what was copied"
     with Client(daemon.endpoint, shared_memory=False) as client:
         assert fetch_checked(open_namespace(client), tokens) == 20
         assert sent_bytes(daemon) == before + 20 * SPEC.page_bytes

@@ -369,7 +369,7 @@ def test_a_removed_token_ends_what_its_session_held(tmp_path: Path) -> None:
 
 def last_words(data_dir: Path, *arguments: str) -> str:
     daemon = DaemonProcess(data_dir, *arguments)
-    assert daemon.wait_exit(20) == 1
+    assert daemon.wait_exit(20) == 2
     return daemon.lines[-1]
 
 
@@ -394,7 +394,7 @@ def test_the_command_line_shows_its_token(secured: DaemonProcess) -> None:
     from tests.integration.test_cli import kvstore
 
     refused = kvstore(secured, "status")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "unauthenticated" in refused.stderr
     assert kvstore(secured, "--token", ALICE_READS, "status").returncode == 0
     with client(secured, ALICE) as alice:

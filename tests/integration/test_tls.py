@@ -204,5 +204,5 @@ def test_an_expelled_client_hears_why_over_tls(data_dir: Path, authority: Author
 def test_a_bad_certificate_is_named_at_start(data_dir: Path, authority: Authority, tmp_path: Path) -> None:
     (tmp_path / "bad.pem").write_text("nonsense")
     daemon = DaemonProcess(data_dir, "--tls-cert", str(tmp_path / "bad.pem"), "--tls-key", str(authority.folder / "key.pem"))
-    assert daemon.wait_exit(20) == 1
+    assert daemon.wait_exit(20) == 2
     assert "bad.pem" in daemon.lines[-1]

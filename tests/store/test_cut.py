@@ -118,6 +118,21 @@ def test_old_samples_fade() -> None:
     assert 980 < rate.bytes_s < 1000
 
 
+def test_what_a_client_says_of_itself_is_bounded_and_its_own() -> None:
+    rates = Rates()
+    mine, other = ClientLink(rates, "alice"), ClientLink(rates, "alice")
+    start = mine.bytes_s
+    for nbytes, seconds in ((1 << 62, 1e-6), (1 << 30, 0.0), (1 << 30, -1.0), (1 << 20, 1e9), (1000, 1e-6), (-5, 1.0)):
+        mine.told(nbytes, seconds)
+    assert mine.bytes_s == start, "what can't be true counts"
+    mine.told(1 << 60, 2.0**60 / (4 << 30))
+    assert mine.bytes_s == pytest.approx(4 << 30)
+    assert other.bytes_s == rates.link.bytes_s == start
+    for _ in range(40):  # what was said of very much at once does not weigh for ever
+        mine.told(64 << 20, 1 / 16)
+    assert mine.bytes_s == pytest.approx(1 << 30, rel=0.05)
+
+
 def test_a_client_counts_for_its_tenant_and_for_no_other() -> None:
     rates = Rates()
     mine, other = ClientLink(rates, "alice"), ClientLink(rates, "bob")

@@ -163,14 +163,14 @@ async def test_a_long_prefix_that_went_is_read_in_few_steps(tmp_path: Path, monk
         while not len(store.rebuilding.queue):
             await asyncio.sleep(0.01)
         await store.prefixes.drop(space, tokens_of(prefix), {}, 0)
-        reads, look_now = 0, store.recipes._look
+        reads, look_now = 0, store.recipes._threads.read
 
         async def counted(call: Any, *arguments: Any) -> Any:
             nonlocal reads
             reads += 1
             return await look_now(call, *arguments)
 
-        monkeypatch.setattr(store.recipes, "_look", counted)
+        monkeypatch.setattr(store.recipes._threads, "read", counted)
         work = await claimed(store)
         assert (work.job.first, work.job.last, work.tokens) == (0, 100, tokens_of(prefix))
         assert reads == 3, "the 64 before the last, then the rest, then the last"

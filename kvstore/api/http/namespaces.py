@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from kvstore.api.auth import Access
-from kvstore.api.convert import namespace_info, part_runs
+from kvstore.api.convert import check_recipe_settings, namespace_info, part_runs
 from kvstore.api.estimates import prefill_of
 from kvstore.api.http.service import Service, tenant
 from kvstore.api.models import Estimate, Match, MatchBody, Namespace, NamespaceBody, NamespaceDetail, NamespaceList, PartRun
@@ -77,7 +77,7 @@ class NamespaceRoutes:
             lossy=body.lossy,
             prefill=prefill_of(body.prefill_us, body.prefill_ns_per_position),
         )
-        space = await store.create_namespace(settings)
+        space = await store.create_namespace(check_recipe_settings(settings))
         return reply(described(space), 200 if space.id in known else 201, {"Location": f"/v1/namespaces/{space.id}"})
 
     async def _describe(self, request: web.Request) -> web.Response:

@@ -1,5 +1,6 @@
 """Recipes over HTTP: what there is, dropping pages to text, deleting recipes, and computing pages again."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from aiohttp import web
@@ -19,6 +20,7 @@ from kvstore.api.rebuild_models import (
     RecipeHolding,
     RecipesDeleteBody,
 )
+from kvstore.drift import Drift
 
 _ONE = "/v1/namespaces/{namespace}"
 
@@ -77,12 +79,7 @@ class RecipeRoutes:
         space, rebuilding = self._service.space(request), self._service.store.rebuilding
         waiting, claimed = rebuilding.jobs_of(space)
         report = asdict(rebuilding.report(space))
-        drift = {
-            dtype: DriftFigures(
-                elements=one.elements, differing=one.differing, not_finite=one.not_finite, max_abs=one.max_abs, mean_abs=one.mean_abs
-            )
-            for dtype, one in rebuilding.report(space).drift.items()
-        }  # fmt: skip
+        drift = _figures(rebuilding.report(space).drift.items())
         return reply(
             RebuildState.model_validate(
                 report | {"policy": space.settings.rebuild, "waiting_jobs": waiting, "claimed_jobs": claimed, "drift": drift}
@@ -96,4 +93,14 @@ class RecipeRoutes:
             done = await rebuilding.check(space, tokens, {}, space.spec.first_page(from_token=body.from_token), body.wait_s)
         else:
             done = await rebuilding.bring(space, tokens, {}, body.wait_s, strict=True)
-        return reply(RebuildProgress(**asdict(done)))
+        drift = _figures(done.drift)
+        return reply(RebuildProgress.model_validate(asdict(done) | {"drift": drift}))
+
+
+def _figures(measured: Iterable[tuple[str, Drift]]) -> dict[str, DriftFigures]:
+    return {
+        dtype: DriftFigures(
+            elements=one.elements, differing=one.differing, not_finite=one.not_finite, max_abs=one.max_abs, mean_abs=one.mean_abs
+        )
+        for dtype, one in measured
+    }

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import BadRequest, ProtocolError
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -201,10 +201,16 @@ class Matched(Message):
 
 
 class LeaseRequest(Message):
-    """Renew (with `lease_ms`) or release a lease."""
+    """Renew (with `lease_ms`) or release a lease.
+
+    A client that copies out of shared memory says what it has since it last did: fetches, bytes, and microseconds in all.
+    """
 
     lease: int
     lease_ms: int = 0
+    copied_fetches: int = 0
+    copied_bytes: int = 0
+    copied_us: int = 0
 
 
 class Leased(Message):
@@ -360,82 +366,6 @@ class Affected(Message):
     pages: int
 
 
-class RebuildRequest(Message):
-    """Compute what is missing of a prefix again, and answer when it is there, or after `wait_ms`. Payload as in MatchRequest.
-
-    With `check` the pages from `first_page` on that are there are computed once more, and compared.
-    """
-
-    namespace: str
-    wait_ms: int = 0
-    check: bool = False
-    first_page: int = 0
-    extra_pages: list[int] = []
-
-
-class RebuildProgress(Message):
-    """How a prefix stands: pages usable of those asked for, and the jobs of the namespace that wait, or that a worker has."""
-
-    pages: int
-    wanted_pages: int
-    waiting_jobs: int
-    claimed_jobs: int
-
-
-class RebuildClaim(Message):
-    """Ask for a job, of one namespace or of any (empty), and wait for one up to `wait_ms`."""
-
-    namespace: str = ""
-    wait_ms: int = 0
-    lease_ms: int = 30_000
-
-
-class RebuildJob(Message):
-    """A job, claimed until `lease_ms` have passed; none if `job` is 0. Compute the pages [first_page, last_page) and put them.
-
-    Payload: the tokens of all pages before `last_page`, 32 bytes of extra digest for each of `extra_pages`, and one after the other
-    the `bodies` (page, kind, bytes): text or a reference in place of the page's tokens, which are zeros. `runs` say as which parts
-    the pages are to be put. With `check` they are not put: the drift is told.
-    """
-
-    job: int = 0
-    namespace: str = ""
-    put_id: bytes = b""
-    first_page: int = 0
-    last_page: int = 0
-    lease_ms: int = 0
-    attempt: int = 0
-    check: bool = False
-    extra_pages: list[int] = []
-    bodies: list[tuple[int, str, int]] = []
-    runs: list[PartRunMeta] = []
-
-
-class RebuildRenew(Message):
-    """Keep a claimed job for `lease_ms` from now."""
-
-    job: int
-    lease_ms: int
-
-
-class RebuildEnd(Message):
-    """A job is done, or `error` says why it is not.
-
-    `drift` of a check by dtype: elements, those that differ, those that are no numbers, largest and summed absolute difference.
-    """
-
-    job: int
-    error: str = ""
-    drift: list[tuple[str, int, int, int, float, float]] = []
-
-
-class RecipeCounts(Message):
-    """The recipes of a namespace, and the bytes that they are counted with."""
-
-    recipes: int
-    nbytes: int
-
-
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type[Message], msgspec.msgpack.Decoder[Any]] = {}
 
@@ -443,8 +373,11 @@ M = TypeVar("M", bound=Message)
 
 
 def pack(message: Message) -> bytes:
-    """A meta as bytes."""
-    return _encoder.encode(message)
+    """A meta as bytes. Raises BadRequest for what no message can carry, such as a number over 64 bits."""
+    try:
+        return _encoder.encode(message)
+    except OverflowError as error:
+        raise BadRequest(f"this request can't be sent: {error}") from None
 
 
 def unpack(kind: type[M], meta: bytes) -> M:
