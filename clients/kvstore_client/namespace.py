@@ -137,6 +137,10 @@ class Match:
             raise BadRequest("the plan is not the estimate of this match")
         return self if plan.pages == self.pages else self._cut or replace(self, pages=plan.pages, tokens=plan.tokens, lease=0)
 
+    def there(self) -> list[int]:
+        """The pages that there are parts of: all of them, but for a match with holes."""
+        return [page for first, pages, _ in self._runs for page in range(first, first + pages)]
+
     def parts(self) -> Iterator[tuple[int, PartRange, bytes]]:
         """Every part to load, as page, range and blob id."""
         at = 0
@@ -157,7 +161,10 @@ class Match:
         return (max(self.pages - needed, 0) if needed else 0), self.pages
 
     def items(self, first: int, last: int, wanted: PartRange, groups: list[PartRange] | None = None) -> list[Item]:
-        """What to fetch for the wanted part of the pages [first, last), laid out page after page; group after group."""
+        """What to fetch for the wanted part of the pages [first, last), laid out page after page; group after group.
+
+        Raises NotFound if some of them are not there, which only happens to a match with holes.
+        """
         spec = self.namespace.spec
         size = spec.part_bytes(wanted)
         layer = size // (wanted.layer_hi - wanted.layer_lo)
@@ -170,6 +177,8 @@ class Match:
             ids = [[self._ids[i : i + DIGEST_BYTES] for i in range(start, start + width, DIGEST_BYTES)] for start in starts]
             runs.append((ranges, [((low + n - first) * size, page_ids) for n, page_ids in enumerate(ids)]))
             at += width * pages
+        if sum(len(targets) for _, targets in runs) != last - first:
+            raise NotFound(f"some of the pages [{first}, {last}) are not there: this match has holes")
         found: list[Item] = []
         for number, group in enumerate(groups or [wanted]):
             shift = (group.layer_lo - wanted.layer_lo) * layer
@@ -197,7 +206,7 @@ class Namespace(TextCalls):
     async def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
         extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, rebuildable: bool = False,
-        rebuild_s: float = 0.0, timeout: float | None = None,
+        rebuild_s: float = 0.0, holes: bool = False, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
 
@@ -207,14 +216,15 @@ class Namespace(TextCalls):
         a long context need not travel again. `hints` say whose turn it is; they count with a lease only. `estimate` asks what
         loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded. `rebuildable` asks how
         many of the missing pages can be computed again from their recipes (`rebuildable_pages`); `rebuild_s` asks to have that done, and
-        waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it.
+        waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it. `holes` asks a flat namespace
+        for all pages of the list that are there (`match.there()`), and not for its front only.
         """
         extra_pages, payload = with_extras(token_view(tokens), extras)
         near = bool(lease_s and parts) and await self._near(timeout)
         message = MatchRequest(
             namespace=self.id, lease_ms=milliseconds(lease_s), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
             base=base.lease if base is not None else 0, hints=hints_meta(hints), estimate=ask_meta(estimate), rebuildable=rebuildable,
-            rebuild_ms=milliseconds(rebuild_s), places=near,
+            rebuild_ms=milliseconds(rebuild_s), places=near, holes=holes,
         )  # fmt: skip
         started = time.monotonic()
         bound = self.client.timeout + rebuild_s if timeout is None and rebuild_s else timeout
