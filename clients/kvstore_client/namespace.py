@@ -36,6 +36,7 @@ from kvstore_client.fetching import fetch_items
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
 from kvstore_client.plan import Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import PutLayout
+from kvstore_client.scattered import Scattered, ScatteredLayout
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given, TextCalls
@@ -257,7 +258,8 @@ class Namespace(TextCalls):
     ) -> int:  # fmt: skip
         """Fetch matched pages [first, last) into `out`, page after page; by default all that `wanted` is needed on.
 
-        `out` is any writable buffer of (last - first) * part_bytes(wanted) bytes. `wanted` is a range of layers and heads,
+        `out` is any writable buffer of (last - first) * part_bytes(wanted) bytes, or says where they go (Scattered, of a match that is
+        fetched whole, without groups or a plan). `wanted` is a range of layers and heads,
         by default all of component 0. Every piece is verified. Returns the bytes fetched.
 
         With `group_layers` the bytes come in layer order, so many layers of all pages at a time, and `on_group(lo, hi)` is
@@ -276,6 +278,13 @@ class Namespace(TextCalls):
         first, last = pages or match.pages_of(wanted.component)
         if not 0 <= first <= last <= match.pages:
             raise BadRequest(f"pages [{first}, {last}) of a match of {match.pages}")
+        if isinstance(out, Scattered):
+            if group_layers or plan is not None:
+                raise BadRequest("scattered pages are fetched without layer groups and without a plan")
+            if first == last:
+                return 0
+            async with self.client.deadline(timeout):
+                return await fetch_items(match, out.items(match, first, last, wanted), out.memory, None, progress)
         target = writable(out, (last - first) * self.spec.part_bytes(wanted), at_least=plan is not None)
         if not len(target):
             return 0
@@ -309,9 +318,9 @@ class Namespace(TextCalls):
     ) -> PutResult:  # fmt: skip
         """Put the pages of `tokens` (the whole prefix, whole pages) from `first_page` on.
 
-        `data` holds them page after page, each as its `parts` in order (by default one part: all of component 0); `spans`
-        are the pages [first, last) that carry each part, if not all do. With `durable`, returns once they would survive a
-        power cut. Waits for room while the daemon is busy.
+        `data` holds them page after page, each as its `parts` in order (by default one part: all of component 0), or says where one part
+        of them lies (Scattered); `spans` are the pages [first, last) that carry each part, if not all do. With `durable`, returns once
+        they would survive a power cut. Waits for room while the daemon is busy.
 
         Shards of one computation give the same `put_id` (16 bytes) and each its own parts; a page counts once all of them
         have put it. `whole_s`: how long to wait for the others. With a leased `base`, `tokens` (and the pages of `extras`)
@@ -329,10 +338,15 @@ class Namespace(TextCalls):
             raise BadRequest(f"a put from page {first_page} on")
         first_page = max(first_page, start)
         total = start + len(raw) // 4 // self.spec.label_words
-        layout = PutLayout(self.spec, parts, first_page, total, spans)
-        source = memoryview(data).cast("B")
-        if len(source) != layout.nbytes:
-            raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")
+        if isinstance(data, Scattered):
+            if len(parts) != 1:
+                raise BadRequest(f"{len(parts)} parts of scattered pages: put them one part at a time")
+            layout: PutLayout = ScatteredLayout(self.spec, parts[0], first_page, total, spans, data)
+            source = data.memory
+        else:
+            layout, source = PutLayout(self.spec, parts, first_page, total, spans), memoryview(data).cast("B")
+            if len(source) != layout.nbytes:
+                raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")
         put_id = put_id or secrets.token_bytes(DIGEST_BYTES)
         done = PutResult(0, 0, 0)
         async with self.client.deadline(timeout):
@@ -359,16 +373,22 @@ class Namespace(TextCalls):
         hints: Hints | None, timeout: float | None,
     ) -> PutResult:  # fmt: skip
         """Pages that stand alone, one put each."""
-        source, width = memoryview(data).cast("B"), self.spec.hash_bytes
+        width = self.spec.hash_bytes
         pages, size = len(digests) // width, sum(self.spec.part_bytes(p) for p in parts)
-        if len(source) != pages * size:
-            raise BadRequest(f"{len(source)} bytes of data for {pages} pages of {size}")
+        each: list[Any]
+        if isinstance(data, Scattered):
+            each = [data.pages(page, page + 1) for page in range(pages)]
+        else:
+            source = memoryview(data).cast("B")
+            if len(source) != pages * size:
+                raise BadRequest(f"{len(source)} bytes of data for {pages} pages of {size}")
+            each = [source[page * size : (page + 1) * size] for page in range(pages)]
         puts = [
             self.put(
-                digests[page * width : (page + 1) * width], source[page * size : (page + 1) * size], parts=parts, durable=durable,
-                whole_s=whole_s, put_id=put_id, hints=hints, timeout=timeout,
+                digests[page * width : (page + 1) * width], its, parts=parts, durable=durable, whole_s=whole_s, put_id=put_id, hints=hints,
+                timeout=timeout,
             )
-            for page in range(pages)
+            for page, its in enumerate(each)
         ]  # fmt: skip
         done = await asyncio.gather(*puts)
         return PutResult(sum(d.new_pages for d in done), sum(d.existing_pages for d in done), sum(d.pending_pages for d in done))
