@@ -27,7 +27,7 @@ from kvstore_client import (
     NotFound,
     UnknownNamespace,
 )
-from kvstore_client.namespace import Namespace
+from kvstore_client.namespace import Match, Namespace
 
 T = TypeVar("T")
 
@@ -188,6 +188,30 @@ class StoreLink:
             opening = self.client.namespace(name, fingerprint, spec, retention_s=self.options.retention_s)
             task = self._namespaces[name] = asyncio.create_task(opening)
         return await asyncio.shield(task)
+
+    def release(self, match: Match) -> None:
+        """End a lease without waiting for it; if the store is away, it ends by itself. On the loop."""
+        task = self.loop.create_task(self._release(match))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _release(self, match: Match) -> None:
+        try:
+            if match.valid:
+                async with asyncio.timeout(self.options.lookup_timeout_s):
+                    await match.release()
+        except (KVStoreError, OSError, TimeoutError):
+            pass  # it ends by itself
+
+    async def opened(self) -> list[Namespace]:
+        """The namespaces that were asked for. On the loop."""
+        tasks = list(self._namespaces.values())
+        return [found for found in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(found, Namespace)]
+
+    def forget(self) -> None:
+        """Ask for namespaces anew when they are used next."""
+        if not self._closed:
+            self.loop.call_soon_threadsafe(self._namespaces.clear)
 
     def close(self) -> None:
         """End what is under way, the connections and the thread. Harmless if it was done before."""

@@ -338,7 +338,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             try:
                 await self._fetch(task, match, [(page, left[page]) for page in match.there()], objects)
             finally:
-                await match.release()
+                self._link.release(match)
 
         if left:
             await self._link.attempt(fetch_left, None, timeout)
