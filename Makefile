@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 ORACLE := .venv-oracle
+LMCACHE := .venv-lmcache
+SGLANG := .venv-sglang
 PEERS := .venv-peers
 
-.PHONY: demo factory test test-oracle openapi crash cuts flips fuzz soak lint format bench bench-peers lock clean
+.PHONY: demo factory test test-oracle test-engines test-engines-lmcache test-engines-sglang openapi crash cuts flips fuzz soak lint format bench bench-peers lock clean
 
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)
@@ -35,6 +37,14 @@ fuzz: $(DEV_STAMP) ## Feed a million random inputs to the decoders and to a live
 
 soak: $(STAMP) ## Run mixed load for 20 minutes and see that memory, descriptors and files stay flat
 	$(BIN)/python -m kvstore_workers.soak $(ARGS)
+
+test-engines: test-engines-lmcache test-engines-sglang ## Run the connectors in the real engines
+
+test-engines-lmcache: $(LMCACHE)/.installed ## Run the LMCache adapter in the real LMCache, and LMCache's own bench over it
+	$(LMCACHE)/bin/python -m pytest --numprocesses 0 --timeout 600 tests/engines/lmcache $(ARGS)
+
+test-engines-sglang: $(SGLANG)/.installed ## Run the SGLang backend over SGLang's own host pools, beside its file backend
+	$(SGLANG)/bin/python -m pytest --numprocesses 0 --timeout 600 tests/engines/sglang $(ARGS)
 
 openapi: $(DEV_STAMP) ## Run the OpenAPI document against a daemon at length (make test does so briefly)
 	OPENAPI_EXAMPLES=1000 $(BIN)/python -m pytest --timeout 3600 tests/integration/test_openapi.py $(ARGS)
@@ -90,5 +100,25 @@ $(ORACLE)/.installed: tests/oracle/requirements.txt tests/oracle/sglang.txt
 	|| { echo "test-oracle: SGLang can't be installed from the package index that pip is set up for; NOTHING WAS COMPARED" >&2; exit 2; }
 	@touch $@
 
+$(LMCACHE)/.installed: tests/engines/lmcache/requirements.txt tests/engines/lmcache/lmcache.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstore needs Python 3.11 or later; say which with make PYTHON=...")'
+	$(PYTHON) -m venv $(LMCACHE)
+	@echo "installing LMCache in $(LMCACHE), some minutes and 2 GB"
+	@$(LMCACHE)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/lmcache/requirements.txt \
+	&& $(LMCACHE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/engines/lmcache/lmcache.txt \
+	&& $(LMCACHE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . \
+	|| { echo "test-engines-lmcache: LMCache can't be installed from the package index that pip is set up for; NOTHING WAS TESTED" >&2; exit 2; }
+	@touch $@
+
+$(SGLANG)/.installed: tests/engines/sglang/requirements.txt tests/oracle/requirements.txt tests/oracle/sglang.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstore needs Python 3.11 or later; say which with make PYTHON=...")'
+	$(PYTHON) -m venv $(SGLANG)
+	@echo "installing SGLang in $(SGLANG), some minutes and 6 GB"
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/sglang/requirements.txt \
+	&& $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/oracle/sglang.txt \
+	&& $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . \
+	|| { echo "test-engines-sglang: SGLang can't be installed from the package index that pip is set up for; NOTHING WAS TESTED" >&2; exit 2; }
+	@touch $@
+
 clean: ## Remove what the targets made
-	rm -rf $(VENV) $(ORACLE) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(ORACLE) $(LMCACHE) $(SGLANG) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

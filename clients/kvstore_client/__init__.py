@@ -36,6 +36,7 @@ from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
 from kvstore_client.namespace import Match, Namespace, PutResult
 from kvstore_client.openai_rebuild import OpenAIRebuilder
 from kvstore_client.rebuild import ELSEWHERE, AsyncRebuildWorker, Rebuilt, Wanted
+from kvstore_client.scattered import Scattered
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given
@@ -45,7 +46,7 @@ __all__ = [
     "DEFAULT_ENDPOINT", "ELSEWHERE", "AsyncClient", "AsyncRebuildWorker", "BadDigest", "BadRequest", "Busy", "Client", "Component",
     "Conflict", "ConnectionLost", "Corrupt", "Costs", "DeadlineExceeded", "Ended", "Estimate", "Follower", "Forbidden", "Given", "Hints",
     "KVSpec", "KVStoreError", "LocalView", "Match", "MissingParent", "Namespace", "NoSpace", "NotFound", "OpenAIRebuilder",
-    "PartRange", "PartView", "ProtocolError", "PutResult", "PutStream", "RebuildFailed", "RebuildWorker", "Rebuilt", "Session",
+    "PartRange", "PartView", "ProtocolError", "PutResult", "PutStream", "RebuildFailed", "RebuildWorker", "Rebuilt", "Scattered", "Session",
     "SharedBuffer", "TierRun", "Turn", "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch", "Wanted",
     "extra_digest", "fingerprint_folder", "fingerprint_revision",
 ]  # fmt: skip

@@ -221,12 +221,12 @@ class Namespace(BlockingTextCalls):
     def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
         extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, rebuildable: bool = False,
-        rebuild_s: float = 0.0, timeout: float | None = None,
+        rebuild_s: float = 0.0, holes: bool = False, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix in the store (see the asynchronous Namespace.match)."""
         found = self.inner.match(
             tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base.inner if base else None, extras=extras, hints=hints,
-            estimate=estimate, rebuildable=rebuildable, rebuild_s=rebuild_s, timeout=timeout,
+            estimate=estimate, rebuildable=rebuildable, rebuild_s=rebuild_s, holes=holes, timeout=timeout,
         )  # fmt: skip
         return Match(self._client, self._client.run(found))
 

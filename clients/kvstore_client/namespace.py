@@ -36,6 +36,7 @@ from kvstore_client.fetching import fetch_items
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
 from kvstore_client.plan import Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import PutLayout
+from kvstore_client.scattered import Scattered, ScatteredLayout
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given, TextCalls
@@ -137,6 +138,10 @@ class Match:
             raise BadRequest("the plan is not the estimate of this match")
         return self if plan.pages == self.pages else self._cut or replace(self, pages=plan.pages, tokens=plan.tokens, lease=0)
 
+    def there(self) -> list[int]:
+        """The pages that there are parts of: all of them, but for a match with holes."""
+        return [page for first, pages, _ in self._runs for page in range(first, first + pages)]
+
     def parts(self) -> Iterator[tuple[int, PartRange, bytes]]:
         """Every part to load, as page, range and blob id."""
         at = 0
@@ -157,7 +162,10 @@ class Match:
         return (max(self.pages - needed, 0) if needed else 0), self.pages
 
     def items(self, first: int, last: int, wanted: PartRange, groups: list[PartRange] | None = None) -> list[Item]:
-        """What to fetch for the wanted part of the pages [first, last), laid out page after page; group after group."""
+        """What to fetch for the wanted part of the pages [first, last), laid out page after page; group after group.
+
+        Raises NotFound if some of them are not there, which only happens to a match with holes.
+        """
         spec = self.namespace.spec
         size = spec.part_bytes(wanted)
         layer = size // (wanted.layer_hi - wanted.layer_lo)
@@ -170,6 +178,8 @@ class Match:
             ids = [[self._ids[i : i + DIGEST_BYTES] for i in range(start, start + width, DIGEST_BYTES)] for start in starts]
             runs.append((ranges, [((low + n - first) * size, page_ids) for n, page_ids in enumerate(ids)]))
             at += width * pages
+        if sum(len(targets) for _, targets in runs) != last - first:
+            raise NotFound(f"some of the pages [{first}, {last}) are not there: this match has holes")
         found: list[Item] = []
         for number, group in enumerate(groups or [wanted]):
             shift = (group.layer_lo - wanted.layer_lo) * layer
@@ -197,7 +207,7 @@ class Namespace(TextCalls):
     async def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
         extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, rebuildable: bool = False,
-        rebuild_s: float = 0.0, timeout: float | None = None,
+        rebuild_s: float = 0.0, holes: bool = False, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
 
@@ -207,14 +217,15 @@ class Namespace(TextCalls):
         a long context need not travel again. `hints` say whose turn it is; they count with a lease only. `estimate` asks what
         loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded. `rebuildable` asks how
         many of the missing pages can be computed again from their recipes (`rebuildable_pages`); `rebuild_s` asks to have that done, and
-        waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it.
+        waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it. `holes` asks a flat namespace
+        for all pages of the list that are there (`match.there()`), and not for its front only.
         """
         extra_pages, payload = with_extras(token_view(tokens), extras)
         near = bool(lease_s and parts) and await self._near(timeout)
         message = MatchRequest(
             namespace=self.id, lease_ms=milliseconds(lease_s), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
             base=base.lease if base is not None else 0, hints=hints_meta(hints), estimate=ask_meta(estimate), rebuildable=rebuildable,
-            rebuild_ms=milliseconds(rebuild_s), places=near,
+            rebuild_ms=milliseconds(rebuild_s), places=near, holes=holes,
         )  # fmt: skip
         started = time.monotonic()
         bound = self.client.timeout + rebuild_s if timeout is None and rebuild_s else timeout
@@ -247,7 +258,8 @@ class Namespace(TextCalls):
     ) -> int:  # fmt: skip
         """Fetch matched pages [first, last) into `out`, page after page; by default all that `wanted` is needed on.
 
-        `out` is any writable buffer of (last - first) * part_bytes(wanted) bytes. `wanted` is a range of layers and heads,
+        `out` is any writable buffer of (last - first) * part_bytes(wanted) bytes, or says where they go (Scattered, of a match that is
+        fetched whole, without groups or a plan). `wanted` is a range of layers and heads,
         by default all of component 0. Every piece is verified. Returns the bytes fetched.
 
         With `group_layers` the bytes come in layer order, so many layers of all pages at a time, and `on_group(lo, hi)` is
@@ -266,6 +278,13 @@ class Namespace(TextCalls):
         first, last = pages or match.pages_of(wanted.component)
         if not 0 <= first <= last <= match.pages:
             raise BadRequest(f"pages [{first}, {last}) of a match of {match.pages}")
+        if isinstance(out, Scattered):
+            if group_layers or plan is not None:
+                raise BadRequest("scattered pages are fetched without layer groups and without a plan")
+            if first == last:
+                return 0
+            async with self.client.deadline(timeout):
+                return await fetch_items(match, out.items(match, first, last, wanted), out.memory, None, progress)
         target = writable(out, (last - first) * self.spec.part_bytes(wanted), at_least=plan is not None)
         if not len(target):
             return 0
@@ -299,9 +318,9 @@ class Namespace(TextCalls):
     ) -> PutResult:  # fmt: skip
         """Put the pages of `tokens` (the whole prefix, whole pages) from `first_page` on.
 
-        `data` holds them page after page, each as its `parts` in order (by default one part: all of component 0); `spans`
-        are the pages [first, last) that carry each part, if not all do. With `durable`, returns once they would survive a
-        power cut. Waits for room while the daemon is busy.
+        `data` holds them page after page, each as its `parts` in order (by default one part: all of component 0), or says where one part
+        of them lies (Scattered); `spans` are the pages [first, last) that carry each part, if not all do. With `durable`, returns once
+        they would survive a power cut. Waits for room while the daemon is busy.
 
         Shards of one computation give the same `put_id` (16 bytes) and each its own parts; a page counts once all of them
         have put it. `whole_s`: how long to wait for the others. With a leased `base`, `tokens` (and the pages of `extras`)
@@ -319,10 +338,15 @@ class Namespace(TextCalls):
             raise BadRequest(f"a put from page {first_page} on")
         first_page = max(first_page, start)
         total = start + len(raw) // 4 // self.spec.label_words
-        layout = PutLayout(self.spec, parts, first_page, total, spans)
-        source = memoryview(data).cast("B")
-        if len(source) != layout.nbytes:
-            raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")
+        if isinstance(data, Scattered):
+            if len(parts) != 1:
+                raise BadRequest(f"{len(parts)} parts of scattered pages: put them one part at a time")
+            layout: PutLayout = ScatteredLayout(self.spec, parts[0], first_page, total, spans, data)
+            source = data.memory
+        else:
+            layout, source = PutLayout(self.spec, parts, first_page, total, spans), memoryview(data).cast("B")
+            if len(source) != layout.nbytes:
+                raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")
         put_id = put_id or secrets.token_bytes(DIGEST_BYTES)
         done = PutResult(0, 0, 0)
         async with self.client.deadline(timeout):
@@ -349,16 +373,22 @@ class Namespace(TextCalls):
         hints: Hints | None, timeout: float | None,
     ) -> PutResult:  # fmt: skip
         """Pages that stand alone, one put each."""
-        source, width = memoryview(data).cast("B"), self.spec.hash_bytes
+        width = self.spec.hash_bytes
         pages, size = len(digests) // width, sum(self.spec.part_bytes(p) for p in parts)
-        if len(source) != pages * size:
-            raise BadRequest(f"{len(source)} bytes of data for {pages} pages of {size}")
+        each: list[Any]
+        if isinstance(data, Scattered):
+            each = [data.pages(page, page + 1) for page in range(pages)]
+        else:
+            source = memoryview(data).cast("B")
+            if len(source) != pages * size:
+                raise BadRequest(f"{len(source)} bytes of data for {pages} pages of {size}")
+            each = [source[page * size : (page + 1) * size] for page in range(pages)]
         puts = [
             self.put(
-                digests[page * width : (page + 1) * width], source[page * size : (page + 1) * size], parts=parts, durable=durable,
-                whole_s=whole_s, put_id=put_id, hints=hints, timeout=timeout,
+                digests[page * width : (page + 1) * width], its, parts=parts, durable=durable, whole_s=whole_s, put_id=put_id, hints=hints,
+                timeout=timeout,
             )
-            for page in range(pages)
+            for page, its in enumerate(each)
         ]  # fmt: skip
         done = await asyncio.gather(*puts)
         return PutResult(sum(d.new_pages for d in done), sum(d.existing_pages for d in done), sum(d.pending_pages for d in done))

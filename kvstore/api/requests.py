@@ -64,7 +64,7 @@ def _match(context: Context, message: MatchRequest, payload: bytes) -> Reply:
     match = store.match(
         space, tokens, extras, owner=context.session.owner, lease_s=message.lease_ms / 1000, parts=message.parts,
         boundaries=message.boundaries, base=message.base, hints=hints_of(message.hints), ask=ask_of(message.estimate),
-        link_bytes_s=context.session.link.bytes_s,
+        link_bytes_s=context.session.link.bytes_s, holes=message.holes,
     )  # fmt: skip
     return matched(context, message, match)
 

@@ -52,13 +52,19 @@ class Matching:
     def match(
         self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
         boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS, ask: Ask | None = None, link_bytes_s: float = 0.0,
+        holes: bool = False,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens`. Without a lease it changes nothing and is no use of the pages.
 
         With a `base`, a lease of this owner, the tokens are those after it. `hints` count with a lease only. With an `ask` it is estimated
-        what loading costs, over a link of this measured rate (0: that of the tenant), and what is best not loaded.
+        what loading costs, over a link of this measured rate (0: that of the tenant), and what is best not loaded. With `holes` all pages
+        of a flat namespace that are there are found, whatever lacks between them: `pages` is the end of the last one.
         """
         tokens = as_token_bytes(tokens)
+        if holes:
+            if not space.spec.flat or space.tree.rules.optional or not parts or ask is not None:
+                raise BadRequest("holes are for the parts of a flat namespace that has neither windows nor states, without an estimate")
+            return self._match_scattered(space, tokens, extras, owner, lease_s, hints)
         if space.spec.flat:
             found, slots = self._match_flat(space, tokens, extras, owner, lease_s, parts, hints)
             return self._estimated(found, space, slots, ask, link_bytes_s)
@@ -114,17 +120,37 @@ class Matching:
             paths.append(path)
         slots = np.array([tree.path_slots(path)[0] for path in paths], np.int32)
         count = space.tree.rules.longest(tree.pages.components[slots])
-        self._stats.matches += 1
-        lease = self._leases.grant(owner, space, paths[:count], time.monotonic(), lease_s) if lease_s and count else None
-        if lease is not None:
-            try:
-                self._uses.use_alone(space, slots[:count], hints)
-            except BaseException:
-                self._give_back(lease)
-                raise
+        lease = self._lease_alone(space, paths[:count], slots[:count], owner, lease_s, hints)
         table, in_dram = part_table(space, slots[:count]) if parts else (None, -1)
         usable = np.flatnonzero(space.tree.rules.usable(tree.pages.components[slots]))
         return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable), slots[:count]
+
+    def _match_scattered(self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, hints: Hints) -> Match:
+        """The pages of a list, each of which stands alone, that are there."""
+        tree, width = space.tree, space.tree.pages.token_bytes
+        found: dict[int, Path] = {}
+        for page in range(len(labels) // width):
+            path = tree.match(labels[page * width : (page + 1) * width], {0: extras[page]} if page in extras else {})
+            if path.pages:
+                found[page] = path
+        paths, numbers = list(found.values()), list(found)
+        slots = np.array([tree.path_slots(path)[0] for path in paths], np.int32)
+        lease = self._lease_alone(space, paths, slots, owner, lease_s, hints)
+        table, in_dram = part_table(space, slots)
+        end, tokens = numbers[-1] + 1 if numbers else 0, len(paths) * space.spec.page_tokens
+        return Match(end, tokens, len(paths), in_dram, lease, table.scattered(numbers), np.empty(0, np.int64))
+
+    def _lease_alone(self, space: Space, paths: list[Path], slots: Slots, owner: int, lease_s: float, hints: Hints) -> Lease | None:
+        """A lease on pages that each stand alone, if one is asked for and there are any; that is a use of them."""
+        self._stats.matches += 1
+        lease = self._leases.grant(owner, space, paths, time.monotonic(), lease_s) if lease_s and paths else None
+        if lease is not None:
+            try:
+                self._uses.use_alone(space, slots, hints)
+            except BaseException:
+                self._give_back(lease)
+                raise
+        return lease
 
     def _give_back(self, lease: Lease | None) -> None:
         """Who is not told of a lease can't release it."""

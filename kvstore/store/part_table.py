@@ -1,6 +1,7 @@
 """Which parts make up a prefix: what `match` tells a client that is going to fetch. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,15 @@ class PartTable:
     runs: tuple[PartRun, ...]
     ids: bytes
     rows: Slots
+
+    def scattered(self, numbers: list[int]) -> "PartTable":
+        """The same parts, where page number `i` is to be called `numbers[i]` (rising)."""
+        runs: list[PartRun] = []
+        for run in self.runs:
+            names = numbers[run.first_page : run.first_page + run.pages]
+            starts = [0, *(i for i in range(1, len(names)) if names[i] != names[i - 1] + 1), len(names)]
+            runs += [PartRun(names[low], high - low, run.ranges) for low, high in pairwise(starts)]
+        return replace(self, runs=tuple(runs))
 
 
 def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:

@@ -374,11 +374,12 @@ class Store:
     def match(
         self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
         boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS, ask: Ask | None = None, link_bytes_s: float = 0.0,
+        holes: bool = False,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens` (see Matching.match)."""
         return self._matching.match(
             space, tokens, extras, owner=owner, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base, hints=hints, ask=ask,
-            link_bytes_s=link_bytes_s,
+            link_bytes_s=link_bytes_s, holes=holes,
         )  # fmt: skip
 
     async def rebuildable_pages(self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, base: int = 0) -> int:

@@ -124,7 +124,8 @@ class MatchRequest(Message):
     With a lease as `base` the tokens are those after it, and `extra_pages` count from there. `boundaries` asks for all that are usable.
     `hints` count with a lease only. `rebuildable` asks how much of the rest can be computed again; `rebuild_ms` asks to have that done, and
     waits for it so long at most.
-    `places` asks where the parts are in shared memory, which a lease keeps them in.
+    `places` asks where the parts are in shared memory, which a lease keeps them in. `holes` asks a flat namespace for all pages of the list
+    that are there, and not for its front only.
     """
 
     namespace: str
@@ -138,6 +139,7 @@ class MatchRequest(Message):
     rebuildable: bool = False
     rebuild_ms: int = 0
     places: bool = False
+    holes: bool = False
 
 
 PartRangeList = list[tuple[int, int, int, int, int]]
@@ -181,7 +183,8 @@ class Matched(Message):
     `pages` is the longest usable boundary, `known_pages` how far the pages go; `boundaries` are the usable ones as half-open runs.
     If the cut of the `estimate` takes other parts than a front of these, `cut_runs` are they, and their ids come after the others.
     `rebuildable_pages` after `pages` can be computed again (-1 if it was not asked for).
-    With `places` the place of each part of `runs` (see same_host.py) follows all ids.
+    With `places` the place of each part of `runs` (see same_host.py) follows all ids. With `holes` the `runs` name the pages that are
+    there, and `pages` is the end of the last of them.
     """
 
     pages: int
