@@ -141,23 +141,30 @@ class LayerBlocks:
         if nbytes != block_bytes:
             raise ValueError(f"kvstore: a block of a layer has {nbytes} bytes, not {block_bytes}")
         self.shape = tuple(self._bytes.shape[1:])
-        self._rows = self._bytes.numpy() if self._bytes.device.type == "cpu" else None
+        self._rows = _words(self._bytes.numpy()) if self._bytes.device.type == "cpu" else None
 
     def gather(self, ids: npt.NDArray[np.int64], out: Bytes) -> None:
         """Copy blocks into `out`, (blocks, bytes of a block)."""
+        if self._rows is not None:
+            out.view(self._rows.dtype).reshape(len(ids), *self._rows.shape[1:])[...] = self._rows[ids]
+            return
         shaped = out.reshape(len(ids), *self.shape)
         assert np.shares_memory(shaped, out)
-        if self._rows is not None:
-            for row, block in enumerate(ids):
-                shaped[row] = self._rows[block]
-            return
         torch.from_numpy(shaped).copy_(self._bytes[torch.from_numpy(ids).to(self._bytes.device)])
 
     def scatter(self, ids: npt.NDArray[np.int64], data: Bytes) -> None:
         """Copy `data`, (blocks, bytes of a block), into blocks."""
-        shaped = data.reshape(len(ids), *self.shape)
         if self._rows is not None:
-            for row, block in enumerate(ids):
-                self._rows[block] = shaped[row]
+            self._rows[ids] = data.view(self._rows.dtype).reshape(len(ids), *self._rows.shape[1:])
             return
+        shaped = data.reshape(len(ids), *self.shape)
         self._bytes[torch.from_numpy(ids).to(self._bytes.device)] = torch.from_numpy(np.ascontiguousarray(shaped)).to(self._bytes.device)
+
+
+def _words(rows: Bytes) -> "npt.NDArray[np.uint8] | npt.NDArray[np.uint64]":
+    """The same memory in words of 8 bytes, if that is possible, and a row of it in one piece if it lies so: copied much faster."""
+    flat = rows.reshape(len(rows), -1) if rows[0].flags.c_contiguous else rows
+    if not np.shares_memory(flat, rows):
+        flat = rows
+    whole = flat.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in flat.strides[:-1]) and flat.ctypes.data % 8 == 0
+    return flat.view(np.uint64) if whole else flat

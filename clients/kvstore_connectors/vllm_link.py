@@ -129,13 +129,20 @@ class StoreLink:
     async def _opened(self) -> Namespace:
         async with self._opening:
             if self.namespace is None:
-                self.namespace = await self.client.namespace(self.name, self.fingerprint, self.spec, recipes=self.settings.recipes)
+                self.namespace = await self.client.namespace(
+                    self.name, self.fingerprint, self.spec, recipes=self.settings.recipes, rebuild=self.settings.rebuild
+                )
             return self.namespace
 
     @property
     def resting(self) -> bool:
         """Whether the store is left alone just now."""
         return self._breaker.resting
+
+    @property
+    def alive(self) -> bool:
+        """Whether the link's loop runs."""
+        return self._thread.is_alive()
 
     async def call(self, work: Callable[[Namespace], Awaitable[T]], *, patient: bool = False) -> T:
         """Do something with the namespace. Raises Unavailable while the store is left alone, and what the SDK raises.

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from kvstore_connectors.vllm_metadata import Load
 
 log = logging.getLogger("vllm.kvstore_connectors")
 
+_LOOK_S = 1.0
 _TRIES = 3
 """A page that is lost under a load makes it begin again with those before it."""
 
@@ -63,6 +65,7 @@ class Loader:
         self._scatter = ThreadPoolExecutor(1, "kvstore-scatter")
         largest = max(group.block_bytes for group in layout.groups)
         self._buffer_bytes = max(link.settings.load_buffer_bytes, largest)
+        link.submit(self._prepare())
 
     # --- the engine's thread -------------------------------------------------------------------------------------------
 
@@ -79,13 +82,20 @@ class Loader:
         with self._changed:
             for state in [s for s in self._states if s.load.layerwise]:
                 while not state.over and (index is None or state.layers <= index):
-                    self._changed.wait()
+                    self._wait(_LOOK_S)
 
     def wait_layerwise(self) -> None:
         """Wait until all loads of this step's own requests are over."""
         with self._changed:
             while any(s.load.layerwise and not s.over for s in self._states):
-                self._changed.wait()
+                self._wait(_LOOK_S)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for a change, that long at most. Loads are bounded by themselves; without the link's loop they will not go on."""
+        self._changed.wait(seconds)
+        if not self._link.alive:
+            for state in self._states:
+                state.over, state.reason = True, state.reason or "the connector was shut down"
 
     def any_short(self) -> bool:
         """Whether a load of this step's own requests ended without all of its pages."""
@@ -95,8 +105,8 @@ class Loader:
     def take_finished(self, wait_s: float) -> Finished:
         """What has ended since it was last asked; with `wait_s`, wait that long for something if a load is under way."""
         with self._changed:
-            if wait_s and self._states and not any(s.over for s in self._states):
-                self._changed.wait(wait_s)
+            if self._states and not any(s.over for s in self._states):
+                self._wait(wait_s)
             over = [s for s in self._states if s.over]
             self._states = [s for s in self._states if not s.over]
         finished = Finished()
@@ -130,7 +140,7 @@ class Loader:
         except Unavailable:
             state.reason = "the store is left alone"
         except KVStoreError as error:
-            state.reason = str(error)
+            state.reason = f"{type(error).__name__}: {error}"
         except TimeoutError:
             state.reason = f"it took more than {self._link.settings.load_timeout_s:g} s"
         except Exception as error:
@@ -143,7 +153,7 @@ class Loader:
 
     async def _load(self, namespace: Namespace, state: LoadState) -> None:
         load, s = state.load, self._link.settings
-        last = load.last
+        last, started = load.last, time.monotonic()
         for _ in range(_TRIES):
             match = await namespace.match(
                 load.tokens[: last * self._layout.page_tokens * 4], extras={p: e for p, e in load.extras.items() if p < last} or None,
@@ -156,9 +166,10 @@ class Loader:
                 if last > load.first and (last == load.last or len(self._layout.groups) == 1):
                     await self._fetch(namespace, match, state, last)
                     state.good = last
+                    log.debug("kvstore: %d pages loaded in %.1f ms", last - load.first, 1e3 * (time.monotonic() - started))
                 return
             except NotFound as error:
-                state.reason = str(error)
+                state.reason = f"{type(error).__name__}: {error}"
             finally:
                 await _release(match)
 
@@ -222,6 +233,12 @@ class Loader:
             with self._changed:
                 state.layers = ready
                 self._changed.notify_all()
+
+    async def _prepare(self) -> None:
+        """Have buffers before the first load: the system's zeroing of new memory takes as long as a copy."""
+        while self._made < self._link.settings.load_buffers:
+            self._made += 1
+            self._pool.put_nowait(await asyncio.to_thread(np.ones, self._buffer_bytes, np.uint8))
 
     async def _buffer(self) -> Bytes:
         if self._pool.empty() and self._made < self._link.settings.load_buffers:

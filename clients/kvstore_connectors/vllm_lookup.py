@@ -1,13 +1,16 @@
 """Look-ups of the scheduler: what of a prompt can be loaded, asked without holding the engine up, and leased until it is loaded."""
 
 import asyncio
+import logging
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from kvstore_client import KVStoreError, Match, Namespace
 from kvstore_connectors.vllm_link import StoreLink, Unavailable
+
+log = logging.getLogger("vllm.kvstore_connectors")
 
 _MISS_S = 1.0
 """How long a miss is believed: a request that waits longer for room asks again."""
@@ -48,8 +51,12 @@ class Lookup:
 
         try:
             found = await self._link.call(match)
-        except (KVStoreError, Unavailable):
-            return _NOTHING  # the link has said so: it is a miss
+        except (KVStoreError, Unavailable) as error:  # the link has said so: it is a miss
+            log.debug("kvstore: a look-up brought nothing: %r", error)
+            return _NOTHING
+        except Exception:
+            log.exception("kvstore: a look-up failed")
+            return _NOTHING
         if self._given_up or not found.pages:
             await self._release(found)
             return Found(0, True)
@@ -66,13 +73,16 @@ class Lookup:
     def poll(self, wait_s: float) -> Found | None:
         """What was found; None while that is not known. After the look-up's time is over, nothing was."""
         try:
-            return self._future.result(wait_s if not self._future.done() else 0)
+            return self._future.result(wait_s)
         except FutureTimeout:
-            pass
+            pass  # it is under way
+        except CancelledError:
+            return _NOTHING  # the link is closed
         spent = time.monotonic() - self._started
         if spent < self._link.settings.lookup_timeout_s:
             return None
         if not self._given_up:
+            log.debug("kvstore: no answer to a look-up within %.3f s", spent)
             self._given_up = True  # should it come after all, its lease is released
             self._link.loop.call_soon_threadsafe(self._link.slow, spent, "a look-up")
         return _NOTHING
@@ -82,7 +92,7 @@ class Lookup:
         """Whether it is to be asked anew: the lease is nearly over, or the miss was some time ago."""
         if self._given_up or not self._future.done():
             return self._given_up and time.monotonic() - self._started > self._link.settings.lookup_timeout_s + _MISS_S
-        found = self._future.result()
+        found = self.poll(0) or _NOTHING
         age = time.monotonic() - self._started
         if found.match is None:
             return age > _MISS_S

@@ -53,6 +53,8 @@ class SchedulerSide:
         """Tokens that the engine itself had of a request when it was last looked up."""
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
+        self._waited = 0.0
+        """How long this step has waited for look-ups: all of its requests together wait `lookup_wait_s` at most."""
         self._computing: list[str] = []
         """Requests whose forward pass runs while they are loading."""
         self._loaded: dict[str, int] = {}
@@ -70,6 +72,8 @@ class SchedulerSide:
             return 0
         if not settings.read or pages * self._page_tokens <= computed or getattr(request, "skip_reading_prefix_cache", False):
             return 0
+        if self._link.resting and name not in self._lookups:
+            return 0
         lookup = self._lookups.get(name)
         if lookup is not None and (lookup.pages != pages or lookup.stale):
             self._drop_lookup(name)
@@ -81,7 +85,9 @@ class SchedulerSide:
             tokens = tokens_of(request, pages * self._page_tokens).tobytes()
             wanted = {page: extra for page, extra in extras.items() if page < pages}
             lookup = self._lookups[name] = Lookup(self._link, tokens, pages, wanted)
-        found = lookup.poll(settings.lookup_wait_s)
+        started = time.monotonic()
+        found = lookup.poll(max(settings.lookup_wait_s - self._waited, 0.0))
+        self._waited += time.monotonic() - started
         return None if found is None else max(found.pages * self._page_tokens - computed, 0)
 
     def _drop_lookup(self, name: str) -> None:
@@ -127,12 +133,12 @@ class SchedulerSide:
     def step(self, output: Any) -> Step:
         """What the workers are to load and save in a step."""
         step = Step(self._link.name, self._link.fingerprint, self._loads, idle=output.total_num_scheduled_tokens == 0)
-        self._loads = []
+        self._loads, self._waited = [], 0.0
         self._computing += [load.request for load in step.loads if load.layerwise]
         for name in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(name)) is not None:
                 self._end_load(tracked)
-        if self._link.settings.write:
+        if self._link.settings.write and not self._link.resting:
             for name, scheduled in output.num_scheduled_tokens.items():
                 if (save := self._save(name, scheduled, output.kv_connector_block_state)) is not None:
                     step.saves.append(save)

@@ -22,6 +22,8 @@ class Settings:
     """Name of the namespace; made of the model's name and a digest of what its bytes depend on, if not given."""
     recipes: bool = False
     """Let the store keep token ids on disk, so that pages can be computed again."""
+    rebuild: str = "exact"
+    """What counts as the same page when it was computed again: `exact` or `tolerant`."""
     durable: bool = False
     """Saves count only once they would survive a power cut."""
     read: bool = True

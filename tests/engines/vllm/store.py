@@ -12,9 +12,9 @@ PAGE = 128
 """Tokens of a page: vLLM's default block size on a CPU."""
 
 
-def pages(tokens: list[int]) -> int:
+def pages(tokens: list[int], page: int = PAGE) -> int:
     """Whole pages of a prompt that can be a prefix of it: the last token is always computed."""
-    return (len(tokens) - 1) // PAGE
+    return (len(tokens) - 1) // page
 
 
 def wait_for_pages(client: Client, tokens: list[int], wanted: int, seconds: float = 60.0) -> Namespace:

@@ -14,6 +14,8 @@ from tests.engines.vllm.store import pages, read_pages, wait_for_pages
 
 PROMPTS = {1500: prompt("protocol.md", 1500), 3500: prompt("architecture.md+known-limits.md", 3500)}
 WARM = prompt("lab.md", 40)
+BLOCK = 32
+"""The smallest block that vLLM takes on a CPU: as little as can be is left to compute."""
 LEAST_RATIO = 8.0
 TIMED = os.environ.get("KVSTORE_TEST_TIMES") == "1"
 """Whether times are to be judged: only on a quiet machine."""
@@ -30,21 +32,21 @@ def test_a_killed_engine_is_followed_by_one_that_loads(folder: Path) -> None:
         Client(daemon.endpoint, shared_memory=False) as client,
     ):
         cold, own, loaded = {}, {}, {}
-        with EngineProcess(connector(daemon.endpoint)) as first:
+        with EngineProcess(connector(daemon.endpoint), block_size=BLOCK) as first:
             first.ask(WARM)
             for size, tokens in PROMPTS.items():
                 cold[size] = first.ask(tokens, dump=folder / f"computed-{size}.npy")
                 own[size] = first.ask(tokens)
-                wait_for_pages(client, tokens, pages(tokens))
+                wait_for_pages(client, tokens, pages(tokens, BLOCK))
             first.kill()
-        with EngineProcess(connector(daemon.endpoint)) as second:
+        with EngineProcess(connector(daemon.endpoint), block_size=BLOCK) as second:
             second.ask(WARM)
             for size, tokens in PROMPTS.items():
                 loaded[size] = second.ask(tokens, dump=folder / f"loaded-{size}.npy")
         for size, tokens in PROMPTS.items():
-            count = pages(tokens)
+            count = pages(tokens, BLOCK)
             assert cold[size]["cached"] == 0
-            assert own[size]["cached"] == loaded[size]["cached"] == count * 128
+            assert own[size]["cached"] == loaded[size]["cached"] == count * BLOCK
             assert loaded[size]["tokens"] == own[size]["tokens"]
             computed, there = (np.load(folder / f"{what}-{size}.npy")[:count] for what in ("computed", "loaded"))
             namespace = wait_for_pages(client, tokens, count)
