@@ -90,10 +90,17 @@ class StoreLink:
         self._full_said = False
         self.namespace: Namespace | None = None
         self._opening = asyncio.Lock()
+        self._kept: set[asyncio.Task[None]] = set()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=f"kvstore-{who}", daemon=True)
         self._thread.start()
         self.client = self.submit(self._make_client()).result()
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the link's loop until it ends or the link is closed. Only on the link's loop."""
+        task = self.loop.create_task(work)
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
 
     async def _make_client(self) -> AsyncClient:
         """A client that connects when it is first used."""
@@ -106,7 +113,7 @@ class StoreLink:
 
     def close(self, last: Coroutine[Any, Any, object] | None = None, wait_s: float = _CLOSE_S) -> None:
         """Run `last` for `wait_s` at most, then close the connections and end the thread. Raises nothing."""
-        for work in (last, self.client.close()):
+        for work in (last, self._close()):
             if work is not None:
                 future = self.submit(work)
                 try:
@@ -115,6 +122,11 @@ class StoreLink:
                     future.cancel()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_CLOSE_S)
+
+    async def _close(self) -> None:
+        for task in self._kept:
+            task.cancel()
+        await self.client.close()
 
     async def warm(self) -> None:
         """Open the namespace ahead of need; a store that can't be reached is met again when it is needed."""

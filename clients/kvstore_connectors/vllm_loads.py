@@ -47,6 +47,7 @@ class Finished:
     blocks: set[int] = field(default_factory=set)
     lost: dict[str, int] = field(default_factory=dict)
     """Requests with the first page that the store did not give."""
+    reasons: list[str] = field(default_factory=list)
 
 
 class Loader:
@@ -65,7 +66,7 @@ class Loader:
         self._scatter = ThreadPoolExecutor(1, "kvstore-scatter")
         largest = max(group.block_bytes for group in layout.groups)
         self._buffer_bytes = max(link.settings.load_buffer_bytes, largest)
-        link.submit(self._prepare())
+        link.loop.call_soon_threadsafe(lambda: link.keep(self._prepare()))
 
     # --- the engine's thread -------------------------------------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class Loader:
                 load.last - load.first, load.request, state.good - load.first, state.reason,
             )  # fmt: skip
             finished.lost[load.request] = state.good
+            finished.reasons.append(state.reason)
             if len(load.blocks) > 1:
                 finished.failed.add(load.request)  # block numbers mean nothing across cache groups: all of it is computed
             else:
@@ -171,7 +173,7 @@ class Loader:
             except NotFound as error:
                 state.reason = f"{type(error).__name__}: {error}"
             finally:
-                await _release(match)
+                self._link.keep(_release(match))
 
     async def _fetch(self, namespace: Namespace, match: Match, state: LoadState, last: int) -> None:
         """Bring the pages [first, last) into their blocks, as many layers at a time as fit in a buffer, the first ones first."""

@@ -1,6 +1,5 @@
 """Look-ups of the scheduler: what of a prompt can be loaded, asked without holding the engine up, and leased until it is loaded."""
 
-import asyncio
 import logging
 import time
 from concurrent.futures import CancelledError, Future
@@ -106,10 +105,4 @@ class Lookup:
     def _let_go(self) -> None:
         match, self._match = self._match, None
         if match is not None:
-            releasing = asyncio.ensure_future(self._release(match))
-            _releasing.add(releasing)
-            releasing.add_done_callback(_releasing.discard)
-
-
-_releasing: set["asyncio.Future[None]"] = set()
-"""Kept from being collected while they run."""
+            self._link.keep(self._release(match))
