@@ -90,7 +90,7 @@ class StoreLink:
         self._full_said = False
         self.namespace: Namespace | None = None
         self._opening = asyncio.Lock()
-        self._kept: set[asyncio.Task[None]] = set()
+        self._kept: set[asyncio.Task[Any] | None] = set()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=f"kvstore-{who}", daemon=True)
         self._thread.start()
@@ -108,8 +108,17 @@ class StoreLink:
         return AsyncClient(s.endpoint, connections=s.connections, timeout=s.call_timeout_s, name=name, shared_memory=s.shared_memory)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run a coroutine on the link's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Run a coroutine on the link's loop until it ends or the link is closed."""
+
+        async def kept() -> T:
+            task = asyncio.current_task()
+            self._kept.add(task)
+            try:
+                return await work
+            finally:
+                self._kept.discard(task)
+
+        return asyncio.run_coroutine_threadsafe(kept(), self.loop)
 
     def close(self, last: Coroutine[Any, Any, object] | None = None, wait_s: float = _CLOSE_S) -> None:
         """Run `last` for `wait_s` at most, then close the connections and end the thread. Raises nothing."""
@@ -124,8 +133,10 @@ class StoreLink:
         self._thread.join(_CLOSE_S)
 
     async def _close(self) -> None:
-        for task in self._kept:
-            task.cancel()
+        for task in list(self._kept):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        await asyncio.sleep(0)
         await self.client.close()
 
     async def warm(self) -> None:
