@@ -63,14 +63,15 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, computed: int) -> int | None:
         """Tokens beyond `computed` that can be loaded now; None while that is being looked up.
 
-        The last token is always computed, as the engine does with its own cache: its logits are wanted.
+        The last token is always computed, as the engine does with its own cache: its logits are wanted. What the engine has itself is
+        looked up, too, so that it is known what is to be saved; but nobody waits for that.
         """
         settings, name = self._link.settings, request.request_id
         pages = (request.num_tokens - 1) // self._page_tokens
         self._local[name] = computed
         if self._loaded.get(name) == request.num_preemptions:
             return 0
-        if not settings.read or pages * self._page_tokens <= computed or getattr(request, "skip_reading_prefix_cache", False):
+        if not settings.read or not pages or getattr(request, "skip_reading_prefix_cache", False):
             return 0
         if self._link.resting and name not in self._lookups:
             return 0
@@ -88,6 +89,8 @@ class SchedulerSide:
         started = time.monotonic()
         found = lookup.poll(max(settings.lookup_wait_s - self._waited, 0.0))
         self._waited += time.monotonic() - started
+        if pages * self._page_tokens <= computed:
+            return 0
         return None if found is None else max(found.pages * self._page_tokens - computed, 0)
 
     def _drop_lookup(self, name: str) -> None:
@@ -101,10 +104,10 @@ class SchedulerSide:
         lookup = self._lookups.pop(name, None)
         tracked = self._tracked.get(name)
         if external == 0:
-            if lookup is not None:
-                lookup.release()
             if tracked is None or lookup is not None:
                 self._track(request, lookup)
+            if lookup is not None:
+                lookup.release()
             return
         assert lookup is not None, "tokens are to be loaded that nobody looked up"
         tracked = self._track(request, lookup)
@@ -120,14 +123,18 @@ class SchedulerSide:
         )  # fmt: skip
 
     def _track(self, request: Any, lookup: Lookup | None) -> Tracked:
-        """Begin to follow a request; anew after it was preempted."""
+        """Begin to follow a request; anew after it was preempted.
+
+        If the store has not said what it has, what the engine has itself is taken for saved: if it is not, the first put will tell.
+        """
         name = request.request_id
         old = self._tracked.get(name)
         if old is not None:
             self._end_load(old)
         extras = request_extras(request, self._page_tokens, self._adapters)
         found = lookup.poll(0) if lookup is not None else None
-        tracked = self._tracked[name] = Tracked(request, extras, found.pages if found is not None else 0)
+        saved = found.pages if found is not None and found.asked else self._local.get(name, 0) // self._page_tokens
+        tracked = self._tracked[name] = Tracked(request, extras, saved)
         return tracked
 
     def step(self, output: Any) -> Step:

@@ -75,6 +75,12 @@ class Side:
             assert time.monotonic() < end
         return found
 
+    def settle(self, request: Request) -> None:
+        """Ask again until the look-up, for which nobody waits, has its answer."""
+        end = time.monotonic() + 20
+        while self.side._lookups[request.request_id].poll(0.01) is None:
+            assert time.monotonic() < end
+
     def leased(self, tokens: list[int]) -> bool:
         """Whether somebody holds a lease on the prefix. Deletes it, if not."""
         try:
@@ -176,6 +182,33 @@ def test_only_whole_pages_of_known_tokens_are_saved_once(side: Side) -> None:
     asked.num_computed_tokens = 17
     asked.all_token_ids += [1, 2, 3, 4, 5]
     assert not side.side.step(output({"a": 4}, blocks)).saves, "not at once"
+
+
+@pytest.mark.parametrize(("there", "first"), [(12, 3), (4, 1), (0, 0)])
+def test_what_the_engine_has_itself_is_saved_where_the_store_lacks_it(side: Side, there: int, first: int) -> None:
+    if there:
+        side.put(PROMPT[:there])
+    asked = Request("a", PROMPT[:16])
+    assert side.matched(asked, 12) == 0
+    side.settle(asked)
+    side.side.allocated(asked, ([1, 2, 3, 4],), 0)
+    asked.num_computed_tokens = 12
+    (save,) = side.side.step(output({"a": 4}, {"a": [1, 2, 3, 4]})).saves
+    assert (save.first, save.last) == (first, 4)
+    if there:
+        assert side.released(PROMPT[:there])
+
+
+def test_what_the_engine_has_itself_is_taken_for_saved_if_nobody_is_asked(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint, shared_memory=False) as client:
+        side = Side(daemon.endpoint, client, "write-only", read=False)
+        asked = Request("a", PROMPT[:16])
+        assert side.matched(asked, 12) == 0
+        side.side.allocated(asked, ([1, 2, 3, 4],), 0)
+        asked.num_computed_tokens = 12
+        (save,) = side.side.step(output({"a": 4}, {"a": [1, 2, 3, 4]})).saves
+        assert (save.first, save.last) == (3, 4)
+        side.link.close()
 
 
 def test_a_salt_is_no_adapter(tmp_path: Path) -> None:
