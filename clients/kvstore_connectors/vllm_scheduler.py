@@ -154,7 +154,7 @@ class SchedulerSide:
     def _save(self, name: str, scheduled: int, block_state: Any) -> Save | None:
         """The pages of a request that this step completes, if their tokens are known: drafts and tokens in flight are not."""
         tracked = self._tracked.get(name)
-        if tracked is None or tracked.extras is None or time.monotonic() < tracked.not_before:
+        if block_state is None or tracked is None or tracked.extras is None or time.monotonic() < tracked.not_before:
             return None
         request = tracked.request
         pages = min(request.num_computed_tokens + scheduled, request.num_tokens) // self._page_tokens
