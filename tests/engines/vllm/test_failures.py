@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.engines.vllm.engine_process import EngineProcess, connector
 from tests.engines.vllm.link import Link
 from tests.engines.vllm.prompts import prompt
-from tests.engines.vllm.store import PAGE, pages
+from tests.engines.vllm.store import PAGE, pages, wait_for_pages
 
 TOKENS = prompt("protocol.md", 1100, 2000)
 OTHER = prompt("lab.md", 300)
@@ -145,3 +146,25 @@ def test_a_full_store(kept: Kept, wanted: dict[int, list[int]], tmp_path: Path) 
             kept.link.upstream = before
             kept.link.cut()
     assert "not saved for lack of room" in kept.engine.log
+
+
+def test_loads_layer_by_layer_in_the_request_s_own_step(tmp_path: Path) -> None:
+    """Loaded well, and with a daemon that dies in the middle: the step has computed with what did not come, and is done again."""
+    with DaemonProcess(tmp_path / "data", "--dram", "256MiB", "--ssd", "512MiB") as daemon:
+        link = Link(daemon.endpoint)
+        with EngineProcess(connector(link.endpoint, shared_memory=False, layerwise=True, load_buffer_bytes=4 << 20)) as engine:
+            cold = engine.ask(TOKENS)
+            own = engine.ask(TOKENS)
+            with Client(daemon.endpoint, shared_memory=False) as client:
+                wait_for_pages(client, TOKENS, pages(TOKENS))
+            engine.call("forget")
+            loaded = engine.ask(TOKENS)
+            assert loaded["cached"] == own["cached"] == pages(TOKENS) * PAGE
+            assert loaded["tokens"] == own["tokens"]
+            engine.call("forget")
+            link.break_after(10 << 20, daemon.kill)
+            lost = engine.ask(TOKENS)
+            assert link.broken
+            assert lost["tokens"] == cold["tokens"]
+            assert f"of the {pages(TOKENS)} pages to load for request" in engine.log
+        link.close()
