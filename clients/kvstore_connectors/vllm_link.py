@@ -195,7 +195,7 @@ class StoreLink:
         self._breaker.failed(DeadlineExceeded(f"{what} took more than {seconds:g} s"))
 
     def full(self, error: Exception | str) -> None:
-        """Something could not be saved for lack of room; said once."""
+        """Something could not be saved, for lack of room as a rule; said once."""
         if not self._full_said:
             self._full_said = True
-            log.warning("kvstore at %s: pages are not saved for lack of room: %s", self.settings.endpoint, error)
+            log.warning("kvstore at %s: pages are not saved just now: %s", self.settings.endpoint, error)

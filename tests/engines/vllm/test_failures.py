@@ -106,15 +106,21 @@ def test_a_corrupted_page_is_computed(kept: Kept, wanted: dict[int, list[int]], 
 
 def test_a_store_that_dies_under_a_load(kept: Kept, wanted: dict[int, list[int]]) -> None:
     kept.settle(TOKENS)
-    kept.link.break_after(10 << 20, kept.daemon.kill)
-    answer = kept.engine.ask(TOKENS)
-    assert kept.link.broken
-    assert f"of the {pages(TOKENS)} pages to load for request" in kept.engine.log
-    assert ", 0 came" in kept.engine.log
-    assert answer["tokens"] == wanted[0]
-    assert kept.engine.ask(OTHER, 1)["reason"] == "length"
-    assert kept.engine.log.count("serving without kvstore") >= 1
-    kept.restart()
+    try:
+        kept.link.break_after(10 << 20, kept.daemon.kill)
+        answer = kept.engine.ask(TOKENS)
+        assert kept.link.broken
+        assert f"of the {pages(TOKENS)} pages to load for request" in kept.engine.log
+        assert ", 0 came" in kept.engine.log
+        assert answer["tokens"] == wanted[0]
+        for turn in range(10):  # until both sides of the connector have met it
+            assert kept.engine.ask(prompt("http.md", 300, 300 * turn), 1)["reason"] == "length"
+            if "serving without kvstore" in kept.engine.log:
+                break
+        assert kept.engine.log.count("serving without kvstore") == 1
+    finally:
+        kept.daemon.kill()
+        kept.restart()
     kept.settle(TOKENS)
     assert kept.engine.ask(TOKENS)["tokens"] == wanted[pages(TOKENS)]
 
@@ -145,7 +151,7 @@ def test_a_full_store(kept: Kept, wanted: dict[int, list[int]], tmp_path: Path) 
         finally:
             kept.link.upstream = before
             kept.link.cut()
-    assert "not saved for lack of room" in kept.engine.log
+    assert "pages are not saved just now" in kept.engine.log
 
 
 def test_loads_layer_by_layer_in_the_request_s_own_step(tmp_path: Path) -> None:
