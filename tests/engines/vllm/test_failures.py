@@ -113,7 +113,7 @@ def test_a_store_that_dies_under_a_load(kept: Kept, wanted: dict[int, list[int]]
         assert f"of the {pages(TOKENS)} pages to load for request" in kept.engine.log
         assert ", 0 came" in kept.engine.log
         assert answer["tokens"] == wanted[0]
-        for turn in range(10):  # until both sides of the connector have met it
+        for turn in range(7):  # until both sides of the connector have met it
             assert kept.engine.ask(prompt("http.md", 300, 300 * turn), 1)["reason"] == "length"
             if "serving without kvstore" in kept.engine.log:
                 break
