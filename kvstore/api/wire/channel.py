@@ -160,7 +160,7 @@ class Channel:
         if count is None:
             self._wake_for(min(len(target), _LOW_WATER) if len(target) > _BUFFER else 1)
             try:
-                count = await self._reader.receive(partial(self.sock.recv_into, target), at_once=self._mark == 1)
+                count = await self._reader.receive(partial(self.sock.recv_into, target))
             except OSError as error:
                 raise ConnectionLost(f"the connection broke: {error}") from error
         if count == 0 and not or_end:
@@ -186,7 +186,7 @@ class Channel:
             total = sum(map(len, targets))
             self._wake_for(min(total, _LOW_WATER) if total > _BUFFER else 1)
             try:
-                count = (await self._reader.receive(partial(self.sock.recvmsg_into, targets), at_once=self._mark == 1))[0]
+                count = (await self._reader.receive(partial(self.sock.recvmsg_into, targets)))[0]
             except OSError as error:
                 raise ConnectionLost(f"the connection broke: {error}") from error
         if count == 0:

@@ -30,16 +30,12 @@ class Incoming:
         """Let what is waited for from now on take so long in all. The clock starts with the first wait."""
         self._limit, self._until = seconds, None
 
-    async def receive(self, read: Callable[[], T], *, at_once: bool = True) -> T:
-        """What `read`, a call on the socket, returns once the loop says that there is something, or, with `at_once`, if there is already.
-
-        Raises TimeoutError.
-        """
-        if at_once:
-            try:
-                return read()
-            except BlockingIOError:
-                pass
+    async def receive(self, read: Callable[[], T]) -> T:
+        """What `read`, a call on the socket, returns once there is something. Raises TimeoutError."""
+        try:
+            return read()
+        except BlockingIOError:
+            pass
         if not self._watched:
             if self._sock.fileno() < 0:
                 raise ConnectionLost("the connection was closed")
