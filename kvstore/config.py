@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from kvstore.api.auth import Tenants
 from kvstore.errors import BadRequest
@@ -46,6 +46,9 @@ class Config(BaseModel):
     dram: Size = Field(0, description="DRAM tier; a quarter of the available memory if 0")
     ssd: Size = Field(0, description="SSD tier; half of the free disk, at most 256 GiB, if 0")
     host: str = Field("127.0.0.1", description="address of the data plane and of HTTP")
+    listen: tuple[str, ...] = Field(
+        (), description="further addresses of the data plane, HOST or HOST:PORT, with commas: links that clients stripe over"
+    )
     port: int = Field(7421, ge=0, le=65535, description="TCP port of the data plane; 0 takes a free one")
     http_port: int = Field(7420, ge=0, le=65535, description="port of the HTTP control plane; 0 takes a free one")
     unix_socket: Path | None = Field(None, description="Unix socket of the data plane; in the data directory if not given")
@@ -93,6 +96,11 @@ class Config(BaseModel):
     record_tokens: bool = Field(False, description="record the tokens of prompts too: who reads the file reads the prompts")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
+    @field_validator("listen", mode="before")
+    @classmethod
+    def _with_commas(cls, value: Any) -> Any:
+        return tuple(part for raw in value.split(",") if (part := raw.strip())) if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
         Watermarks(self.high_watermark, self.low_watermark)
@@ -111,8 +119,9 @@ class Config(BaseModel):
         if self.record is None and self.record_tokens:
             raise ValueError("record_tokens goes with record")
         if not (self.loopback or self.guarded or self.insecure):
+            where = ", ".join((self.host, *self.listen))
             raise ValueError(
-                f"host is {self.host}, which others can reach, and there are no tokens: give a tokens_file (docs/security.md), "
+                f"it listens on {where}, which others can reach, and there are no tokens: give a tokens_file (docs/security.md), "
                 "or say insecure = true to let everybody read and delete everything"
             )
         return self
@@ -120,10 +129,11 @@ class Config(BaseModel):
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the daemon."""
-        try:
-            return ipaddress.ip_address(self.host.split("%")[0]).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return all(_is_loopback(host) for host, _ in [(self.host, self.port), *self.more_addresses()])
+
+    def more_addresses(self) -> list[tuple[str, int]]:
+        """The further addresses of the data plane. Raises ValueError."""
+        return [_address(text, self.port) for text in self.listen]
 
     @property
     def guarded(self) -> bool:
@@ -170,6 +180,24 @@ class Config(BaseModel):
             serve_while_loading=True,
             quotas=self.quotas(),
         )
+
+
+def _address(text: str, port: int) -> tuple[str, int]:
+    """HOST, HOST:PORT, [v6] or [v6]:PORT; without a port, `port`."""
+    host, colon, given = text.rpartition(":")
+    if not colon or "]" in given or (":" in host and not host.startswith("[")):
+        host, given = text, str(port)
+    host = host.strip("[]")
+    if not host or not given.isdigit() or int(given) > 65535:
+        raise ValueError(f"listen: {text!r} is neither HOST nor HOST:PORT")
+    return host, int(given)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.split("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load_config(flags: Mapping[str, Any], file: Path | None = None, environment: Mapping[str, str] | None = None) -> Config:

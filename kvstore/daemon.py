@@ -102,7 +102,7 @@ async def _guard(config: Config) -> Guard:
     else:
         guard = Guard()
         if not config.loopback:
-            _log.warning("insecure: everybody who can reach %s may read and delete everything", config.host)
+            _log.warning("insecure: everybody who can reach %s may read and delete everything", ", ".join((config.host, *config.listen)))
     return guard
 
 
@@ -175,16 +175,19 @@ def _unix_path(config: Config) -> Path:
 
 
 def _bind(config: Config) -> list[tuple[socket.socket, str]]:
-    listener, endpoint = bind_tcp(config.host, config.port)
-    bound = [(listener, endpoint if config.tls_cert is None else f"tls://{endpoint}")]
-    path = _unix_path(config)
-    if config.unix_socket is None and len(str(path)) > _MAX_UNIX_PATH:
-        _log.warning("no Unix socket: %s is too long for one; give a shorter --unix-socket", path)
-        return bound
+    bound: list[tuple[socket.socket, str]] = []
     try:
-        bound.append(bind_unix(path, for_others=bool(config.unix_users)))
+        for host, port in [(config.host, config.port), *config.more_addresses()]:
+            listener, endpoint = bind_tcp(host, port)
+            bound.append((listener, endpoint if config.tls_cert is None else f"tls://{endpoint}"))
+        path = _unix_path(config)
+        if config.unix_socket is None and len(str(path)) > _MAX_UNIX_PATH:
+            _log.warning("no Unix socket: %s is too long for one; give a shorter --unix-socket", path)
+        else:
+            bound.append(bind_unix(path, for_others=bool(config.unix_users)))
     except BaseException:
-        bound[0][0].close()
+        for listener, _ in bound:
+            listener.close()
         raise
     return bound
 

@@ -3,7 +3,7 @@
 import asyncio
 import ssl
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -56,8 +56,9 @@ class Client:
 
     def __init__(
         self,
-        endpoint: str = DEFAULT_ENDPOINT,
+        endpoint: str | Sequence[str] = DEFAULT_ENDPOINT,
         *,
+        local_addresses: Sequence[str] = (),
         connections: int = 2,
         timeout: float = 30.0,
         name: str = "",
@@ -67,18 +68,26 @@ class Client:
     ) -> None:
         self._thread = _LoopThread()
         try:
-            self._client = self._thread.run(self._make(endpoint, connections, timeout, name, token, tls, shared_memory))
+            self._client = self._thread.run(self._make(endpoint, local_addresses, connections, timeout, name, token, tls, shared_memory))
         except BaseException:
             self._thread.stop()
             raise
 
     @staticmethod
     async def _make(
-        endpoint: str, connections: int, timeout: float, name: str, token: str | None, tls: ssl.SSLContext | bool | None,
+        endpoint: str | Sequence[str], local_addresses: Sequence[str], connections: int, timeout: float,
+        name: str, token: str | None, tls: ssl.SSLContext | bool | None,
         shared_memory: bool,
     ) -> AsyncClient:  # fmt: skip
         client = AsyncClient(
-            endpoint, connections=connections, timeout=timeout, name=name, token=token, tls=tls, shared_memory=shared_memory
+            endpoint,
+            local_addresses=local_addresses,
+            connections=connections,
+            timeout=timeout,
+            name=name,
+            token=token,
+            tls=tls,
+            shared_memory=shared_memory,
         )
         return await client.__aenter__()
 

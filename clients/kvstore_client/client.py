@@ -3,7 +3,7 @@
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ from kvstore.api.wire.messages import (
 from kvstore_client.buffers import Buffers, SharedBuffer
 from kvstore_client.connection import tls_for
 from kvstore_client.estimate import Costs
+from kvstore_client.links import Link
 from kvstore_client.namespace import Namespace
 from kvstore_client.pool import Pool
 from kvstore_client.same_host import SameHost
@@ -37,12 +38,16 @@ class AsyncClient:
     `KVSTORE_TOKEN` of the environment if not given. An endpoint `tls://HOST:PORT`, or `tls`, asks for TLS: with the context
     given, or one that trusts the certificates in the file `KVSTORE_TLS_CA`, or the system's. With a daemon on this machine bytes
     go through shared memory where that is possible, unless `shared_memory` is False.
+
+    Several endpoints, all of one daemon, or several addresses of this machine in `local_addresses`, are several links (docs/links.md):
+    there is at least one connection for each, stripes go to whichever is free, and a link that slows or dies loses them to the others.
     """
 
     def __init__(
         self,
-        endpoint: str = DEFAULT_ENDPOINT,
+        endpoint: str | Sequence[str] = DEFAULT_ENDPOINT,
         *,
+        local_addresses: Sequence[str] = (),
         connections: int = 2,
         timeout: float = 30.0,
         name: str = "",
@@ -54,12 +59,22 @@ class AsyncClient:
             raise BadRequest(f"{connections} connections: give 1 to 64")
         self.timeout = timeout
         secret = os.environ.get("KVSTORE_TOKEN", "") if token is None else token
-        self._pool = Pool(endpoint, connections, client=name or f"pid {os.getpid()}", token=secret, tls=tls_for(endpoint, tls))
+        names = [endpoint] if isinstance(endpoint, str) else list(endpoint)
+        contexts = [tls_for(one, tls) for one in names]
+        if len({context is None for context in contexts}) > 1:
+            raise BadRequest("some of the endpoints speak TLS and some do not")
+        self._pool = Pool(
+            names, connections, client=name or f"pid {os.getpid()}", token=secret, tls=contexts[0] if contexts else None,
+            local_addresses=local_addresses,
+        )  # fmt: skip
         self._same_host = SameHost(self._pool, wanted=shared_memory)
         self._buffers = Buffers()
 
     async def __aenter__(self) -> "AsyncClient":
         try:
+            if self._pool.several:
+                async with self.deadline(None):
+                    await self._pool.open_links()
             await self.ping()
         except BaseException:
             await self.close()
@@ -95,6 +110,11 @@ class AsyncClient:
     def same_host(self) -> SameHost:
         """What there is of shared memory."""
         return self._same_host
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The links to the daemon, and what went over each so far."""
+        return tuple(self._pool.links)
 
     @property
     def pool(self) -> Pool:

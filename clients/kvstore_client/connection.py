@@ -30,7 +30,7 @@ from kvstore.api.wire import (
     unpack,
 )
 from kvstore.api.wire.descriptors import DescriptorChannel
-from kvstore.api.wire.messages import Cancel, ErrorReply, Fetched, FetchRequest, Hello, Message, PutHandle, PutReady, Welcome
+from kvstore.api.wire.messages import Cancel, Empty, ErrorReply, Fetched, FetchRequest, Hello, Message, PutHandle, PutReady, Welcome
 from kvstore.api.wire.runs import pack_runs
 from kvstore.api.wire.same_host import MAX_SEGMENTS, SegmentList, SegmentMeta
 from kvstore_client.plan import FetchPlan, Stripe
@@ -42,6 +42,9 @@ _HANDSHAKE_S = 10.0
 _QUIET_S = 5.0
 """How long a cancelled fetch waits for the frame that is just arriving in the caller's buffer."""
 
+Arrived = Callable[[Stripe, int, list[bytes], bytes], None]
+"""Told of pieces of a stripe from the n-th on: their digests, and those that the daemon sent."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -50,8 +53,9 @@ class Call:
     done: "asyncio.Future[tuple[Header, bytes, bytes]]"
     stripe: Stripe | None = None
     target: memoryview | None = None
-    arrived: Callable[[Stripe, int, list[bytes], bytes], None] | None = None
+    arrived: Arrived | None = None
     next_piece: int = 0
+    quiet_s: float = _QUIET_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +110,15 @@ class Connection:
     @classmethod
     async def open(
         cls, endpoint: str, *, session: bytes = b"", client: str = "", token: str = "", tls: ssl.SSLContext | None = None,
-        descriptors: bool = False,
+        descriptors: bool = False, connected: socket.socket | None = None,
     ) -> "Connection":  # fmt: skip
-        """Connect and shake hands. Over a Unix socket, with `descriptors`, file descriptors can be passed.
+        """Connect, unless there is a `connected` socket, and shake hands.
 
+        Over a Unix socket, with `descriptors`, file descriptors can be passed.
         Raises ConnectionLost, Unauthenticated, Busy (over the quota), VersionMismatch or NotFound (the session is over).
         """
         family, address = parse_endpoint(endpoint)
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = connected or socket.socket(family, socket.SOCK_STREAM)
         channel: Channel
         if isinstance(address, str):
             channel = DescriptorChannel(sock, MAX_SEGMENTS) if descriptors else Channel(sock)
@@ -121,7 +126,8 @@ class Connection:
             channel = Channel(sock) if tls is None else TlsChannel(sock, tls, server_name=address[0])
         connection = cls(channel)
         try:
-            await asyncio.get_running_loop().sock_connect(sock, address)
+            if connected is None:
+                await asyncio.get_running_loop().sock_connect(sock, address)
             await connection._shake_hands(Hello(versions=[PROTOCOL_VERSION], client=client, token=token, session=session))
         except OSError as error:
             channel.close()
@@ -191,16 +197,19 @@ class Connection:
             self._calls.pop(number, None)
         return unpack(reply, meta)
 
-    async def fetch(self, namespace: str, stripe: Stripe, target: memoryview, plan: FetchPlan) -> Fetched:
-        """Fetch a stripe of a plan straight into `target`. The plan is told of the pieces as they arrive.
+    async def fetch(
+        self, namespace: str, stripe: Stripe, target: memoryview, plan: FetchPlan, arrived: Arrived | None = None,
+        quiet_s: float = _QUIET_S,
+    ) -> Fetched:  # fmt: skip
+        """Fetch a stripe of a plan straight into `target`. The plan, or `arrived` in its place, is told of the pieces as they arrive.
 
         Waits while the tenant has as much in flight as its quota allows. Once this returns or raises, nothing more is
-        written into `target`.
+        written into `target`: when it is cancelled, a frame that is just arriving has `quiet_s` to end, or the connection is given up.
         """
         payload = b"".join(stripe.blobs) + pack_runs(stripe.runs)
         message = FetchRequest(namespace=namespace, blobs=len(stripe.blobs), provisional=plan.provisional, frame_bytes=plan.frame_bytes)
         while True:
-            call = Call(asyncio.get_running_loop().create_future(), stripe, target, plan.arrived)
+            call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived or plan.arrived, quiet_s=quiet_s)
             try:
                 _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
             except Busy as busy:  # said before the first piece
@@ -242,6 +251,31 @@ class Connection:
                 self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
                 raise
 
+    async def deliver(self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview]) -> None:
+        """As `send_slices`, and wait until the daemon has them: it answers a PING that comes behind them when it has read them."""
+        self._raise_if_lost()
+        meta = SLICES_META.pack(handle, page, part, first_slice)
+        number, call = next(self._numbers), Call(asyncio.get_running_loop().create_future())
+        self._calls[number] = call
+        try:
+            async with self._write_lock:
+                try:
+                    await self._channel.send_pieces(FrameType.SLICES, next(self._numbers), meta, slices, [None] * len(slices))
+                    await self._channel.send(encode(FrameType.PING, number, pack(Empty())))
+                except BaseException as error:
+                    self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
+                    raise
+            await call.done
+        finally:
+            self._calls.pop(number, None)
+            call.done.add_done_callback(_heard)
+
+    def give_up(self, why: str) -> None:
+        """End it at once, from this side: nothing more is read or written. `close` comes later."""
+        self._fail(ConnectionLost(why))
+        if self._reader is not None:
+            self._reader.cancel()
+
     async def _request(
         self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Call
     ) -> tuple[Header, bytes, bytes]:
@@ -279,7 +313,7 @@ class Connection:
             return
         call.target = None
         try:
-            async with asyncio.timeout(_QUIET_S):
+            async with asyncio.timeout(call.quiet_s):
                 await self._send(encode(FrameType.CANCEL, 0, pack(Cancel(target=number))))
                 while self._receiving == number:
                     await self._frame_done.wait()

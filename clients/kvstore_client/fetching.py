@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near import NearBlob, copy_near
 from kvstore_client.plan import FetchPlan, Item
 from kvstore_client.transfer import Progress, fetch_striped
@@ -54,7 +55,10 @@ async def fetch_items(
         left = await copy_near(blobs, items, target, arrivals.near)
         client.same_host.copied.add(arrivals.near_bytes, time.perf_counter() - started)
     if left:
-        plan = FetchPlan(left, client.pool.size, on_group=on_group, progress=arrivals.far if blobs else progress)
+        plan = FetchPlan(
+            left, client.pool.size, on_group=on_group, progress=arrivals.far if blobs else progress,
+            stripe_bytes=LINK_STRIPE if client.pool.several else 0,
+        )  # fmt: skip
         await fetch_striped(client.pool, namespace, plan, target)
         plan.verify()
     return arrivals.nbytes

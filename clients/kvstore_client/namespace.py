@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import DIGEST_BYTES, BadRequest, Busy, FrameType, Hints, KVSpec, NotFound, PartRange
+from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, BadRequest, Busy, FrameType, Hints, KVSpec, NotFound, PartRange
 from kvstore.api.wire.messages import (
     Affected,
     Commit,
@@ -33,6 +33,7 @@ from kvstore.api.wire.same_host import Place, unpack_places
 from kvstore_client.connection import Connection
 from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
 from kvstore_client.fetching import fetch_items
+from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
 from kvstore_client.plan import Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import PutLayout
@@ -405,6 +406,8 @@ class Namespace(TextCalls):
             while True:
                 near = await near_connection(self.client, layout.nbytes)
                 most = NEAR_AT_ONCE_BYTES if near is not None else AT_ONCE_BYTES if self.client.pool.size > 1 else ALONE_AT_ONCE_BYTES
+                if near is None and self.client.pool.several:
+                    most = LINK_STRIPE  # more is faster over all of them
                 message.handle = secrets.randbits(62) + 1 if at_once and layout.nbytes <= most else 0
                 try:
                     return await self._put_attempt(near, message, payload, data, layout, whole_s, progress)
@@ -421,15 +424,15 @@ class Namespace(TextCalls):
         pool, parts, whole_ms = self.client.pool, [PartRange(*p) for p in message.parts], milliseconds(whole_s)
         if message.handle:
             handle = message.handle
-            connection = near or await pool.connection(0)
+            connection = near or await pool.first()
             wanted = [(part, *span) for part, span in enumerate(message.spans or [(layout.first_page, layout.total)] * len(parts))]
         else:
-            connection = await pool.connection(0)
+            connection = await pool.first()
             ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
             handle, wanted = ready.handle, ready.wanted
         commit = Commit(handle=handle, wait_ms=10_000, whole_ms=whole_ms)
         try:
-            frames = layout.frames(wanted, parts)
+            frames = layout.frames(wanted, parts, LINK_STRIPE if near is None and pool.several else MAX_BULK_PAYLOAD)
             if message.handle and near is not None:
                 return await put_near_at_once(self.client, near, message, payload, frames, data, commit, progress)
             if message.handle:
@@ -437,6 +440,8 @@ class Namespace(TextCalls):
             if near is not None and (done := await put_near(self.client, near, commit, frames, data, progress)) is not None:
                 return done
             await send_striped(pool, handle, frames, data, progress)
+            if pool.several:
+                connection = await pool.first()  # the daemon has all slices, and the link that PUT went over may be gone
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
         except BaseException:  # whatever it was: the put must not stay open, with its slots
             await asyncio.shield(abort_put(pool, handle, connection))

@@ -127,12 +127,12 @@ class FetchPlan:
     """Items cut into stripes, and the check that what arrived is what was named.
 
     `on_group` is told the number of each layer group once all of it is there, `progress` the bytes so far and in all. The
-    blobs of a `provisional` plan are parts of puts under way, which have no id yet.
+    blobs of a `provisional` plan are parts of puts under way, which have no id yet. `stripe_bytes` says how large stripes are.
     """
 
     def __init__(
         self, items: list[Item], connections: int, *, on_group: Callable[[int], None] | None = None,
-        progress: Callable[[int, int], None] | None = None, provisional: bool = False,
+        progress: Callable[[int, int], None] | None = None, provisional: bool = False, stripe_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.items = items
         self.provisional = provisional
@@ -153,7 +153,7 @@ class FetchPlan:
         self._layouts = {item.blob: item.layout for item in items}
         self._tables = {blob: bytearray(DIGEST_BYTES * layout.count) for blob, layout in self._layouts.items()}
         self._seen: dict[bytes, set[int]] = {blob: set() for blob in self._layouts}
-        self.stripes = list(_stripes(items, _stripe_bytes(self.nbytes, connections)))
+        self.stripes = list(_stripes(items, stripe_bytes or _stripe_bytes(self.nbytes, connections)))
 
     def arrived(self, stripe: Stripe, first: int, digests: list[bytes], claimed: bytes) -> None:
         """Pieces of a stripe arrived with these digests. Raises Corrupt if they are not what the daemon sent."""

@@ -2,25 +2,34 @@
 
 import asyncio
 import random
+import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from kvstore.api.wire import ConnectionLost, NotFound
+from kvstore.api.wire import Conflict, ConnectionLost, FrameType, KVStoreError, NotFound
+from kvstore.api.wire.messages import Close, Empty
 from kvstore_client.connection import Connection
+from kvstore_client.links import Link, dial, make_links
 
 T = TypeVar("T")
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
+_CLOSE_S = 2.0
+_ANSWER_S = 1.0
 
 
 class Pool:
-    """`size` connections to one endpoint. Callers bound every wait with their own deadline."""
+    """`size` connections to one daemon, dealt out to its links in turn. Callers bound every wait with their own deadline."""
 
-    def __init__(self, endpoint: str, size: int, *, client: str, token: str, tls: ssl.SSLContext | None = None) -> None:
-        self.endpoint = endpoint
-        self.size = size
+    def __init__(
+        self, endpoint: str | Sequence[str], size: int, *, client: str, token: str, tls: ssl.SSLContext | None = None,
+        local_addresses: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.links = make_links(endpoint, local_addresses)
+        self.endpoint = self.links[0].endpoint
+        self.size = size = max(size, len(self.links))
         self.session = b""
         self.epoch = 0
         self._client = client
@@ -31,11 +40,21 @@ class Pool:
         self._session_lock = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def several(self) -> bool:
+        """Whether there are several links."""
+        return len(self.links) > 1
+
+    def link(self, slot: int) -> Link:
+        """The link of a slot's connection."""
+        return self.links[slot % len(self.links)]
+
     async def close(self) -> None:
         """Close all connections."""
         open_ones = [connection for connection in self._slots if connection is not None]
         self._slots = [None] * self.size
-        await asyncio.gather(*(connection.close() for connection in open_ones), *self._closing)
+        await asyncio.gather(*(connection.close() for connection in open_ones))
+        await asyncio.gather(*self._closing, return_exceptions=True)  # some of them were cancelled
 
     async def connection(self, slot: int = 0) -> Connection:
         """The live connection in a slot, opened if need be (one attempt)."""
@@ -46,9 +65,53 @@ class Pool:
             if connection is not None:
                 self._slots[slot] = None
                 await self._close_whole(connection)
-            connection = await self._open()
+            link = self.link(slot)
+            try:
+                connection = await self._open(link)
+            except ConnectionLost:
+                link.failed()
+                raise
+            link.works()
             self._slots[slot] = connection
             return connection
+
+    async def first(self) -> Connection:
+        """The connection for requests that are to go one after the other: always the same, as long as its link works."""
+        return await self.connection(self.usable()[0])
+
+    def usable(self) -> list[int]:
+        """The slots whose links are not known to be down; all if every one is."""
+        return [slot for slot in range(self.size) if not self.link(slot).resting] or list(range(self.size))
+
+    async def open_links(self) -> None:
+        """Connect by every link. Raises what is wrong if none works, and Conflict if they lead to different daemons."""
+        results = await asyncio.gather(*map(self.connection, range(len(self.links))), return_exceptions=True)
+        errors = [error for error in results if isinstance(error, BaseException)]
+        for error in errors:
+            if not isinstance(error, ConnectionLost) or len(errors) == len(results):
+                raise error
+
+    def adopt(self, work: "asyncio.Task[None]") -> None:
+        """Take over a task that ends by itself; `close` waits for it."""
+        self._closing.add(work)
+        work.add_done_callback(self._closing.discard)
+
+    async def disown(self, slot: int, connection: Connection, why: str) -> bool:
+        """Give a connection up, on the daemon's side too: what it had under way there has ended when this returns True."""
+        connection.give_up(why)
+        if self._slots[slot] is connection:
+            self._slots[slot] = None
+            await self._close_whole(connection)
+        number = connection.welcome.connection
+        other = next((c for c in self._slots if c is not None and c.lost is None), None)
+        if other is None or not number or connection.welcome.session != other.welcome.session:
+            return False
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await other.call(FrameType.CLOSE, Close(connection=number), Empty)
+        except (KVStoreError, TimeoutError):
+            return False
+        return True
 
     async def _close_whole(self, connection: Connection) -> None:
         """Close a connection to the end, even if the caller is cancelled meanwhile."""
@@ -57,18 +120,30 @@ class Pool:
         task.add_done_callback(self._closing.discard)
         await asyncio.shield(task)
 
-    async def _open(self) -> Connection:
+    async def _open(self, link: Link) -> Connection:
+        sock = await dial(link, alone=not self.several)  # not in turn: one link that does not answer must not hold up the others
         async with self._session_lock:
             try:
-                connection = await self._connect(self.session)
+                connection = await self._connect(link, self.session, sock)
             except NotFound:
-                self.session = b""  # the daemon was restarted, or all our connections broke: begin anew
-                connection = await self._connect(b"")
+                connection = await self._connect(link, b"", await dial(link, alone=not self.several))
+                await self._renewed(link, connection)  # the daemon was restarted, or all our connections broke: begin anew
             self.session, self.epoch = connection.welcome.session, connection.welcome.epoch
             return connection
 
-    async def _connect(self, session: bytes) -> Connection:
-        return await Connection.open(self.endpoint, session=session, client=self._client, token=self._token, tls=self._tls)
+    async def _renewed(self, link: Link, connection: Connection) -> None:
+        """The daemon there knows nothing of our session. Raises Conflict if that is because it is another one."""
+        if self.several and connection.welcome.epoch != self.epoch:
+            for slot, other in enumerate(self._slots):
+                if other is not None and other.lost is None and other.welcome.epoch == self.epoch and await _answers(other):
+                    await connection.close()
+                    raise Conflict(
+                        f"{link.endpoint} is another daemon than {self.link(slot).endpoint}: give addresses of one, or a client for each"
+                    )
+        self.session = b""
+
+    async def _connect(self, link: Link, session: bytes, sock: socket.socket) -> Connection:
+        return await Connection.open(link.endpoint, session=session, client=self._client, token=self._token, tls=self._tls, connected=sock)
 
     async def open_beside(self, endpoint: str) -> Connection:
         """A connection of this session that can carry descriptors; to our own endpoint if that is a Unix socket."""
@@ -82,7 +157,7 @@ class Pool:
             connection = self._slots[slot]
             return (1, slot) if connection is None or connection.lost is not None else (0, connection.in_flight)
 
-        return min(range(self.size), key=load)
+        return min(self.usable(), key=load)
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat an idempotent attempt while the connection is lost, with backoff; the caller's deadline ends it."""
@@ -95,3 +170,12 @@ class Pool:
                     raise  # it was never reached: more likely a wrong address than a restart
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(2 * backoff, _MAX_BACKOFF_S)
+
+
+async def _answers(connection: Connection) -> bool:
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            await connection.call(FrameType.PING, Empty(), Empty)
+    except (KVStoreError, TimeoutError):
+        return False
+    return True

@@ -63,7 +63,7 @@ class PutStream:
         client = self._namespace.client
         async with client.deadline(None):
             while self._ready is None:
-                connection = await client.pool.connection(0)
+                connection = await client.pool.first()
                 try:
                     self._ready, _ = await connection.call(FrameType.PUT, self._message, PutReady, self._payload)
                 except Busy as busy:
@@ -129,7 +129,7 @@ class PutStream:
         assert self._ready is not None, "enter the stream first"
         client = self._namespace.client
         async with client.deadline(timeout):
-            connection = await client.pool.connection(0)
+            connection = await client.pool.first()
             wait_ms = 0 if self._unsent else 10_000  # for slices on other connections; for those never sent it would be in vain
             commit = Commit(handle=self._ready.handle, wait_ms=wait_ms, whole_ms=milliseconds(self._whole_s))
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)

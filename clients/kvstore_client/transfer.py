@@ -8,6 +8,7 @@ from typing import Any
 from kvstore.api.wire import MAX_BULK_PAYLOAD, ConnectionLost, FrameType, NotFound
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutReady, PutStart
 from kvstore_client.connection import Connection
+from kvstore_client.linked import fetch_linked, send_linked
 from kvstore_client.plan import FetchPlan, Stripe
 from kvstore_client.pool import Pool
 from kvstore_client.put_layout import SliceFrame, Wanted
@@ -28,6 +29,9 @@ Progress = Callable[[int, int], None]
 
 async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview) -> None:
     """Fetch all stripes of a plan. What a broken connection had goes to the others, and is asked for again after a restart."""
+    if pool.several and not plan.provisional:  # those of a put under way wait for somebody else: it does not tell which link is slow
+        await fetch_linked(pool, namespace, plan, target)
+        return
     stripes: deque[Stripe] = deque(plan.stripes)
 
     async def work(slot: int) -> None:
@@ -41,17 +45,21 @@ async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: mem
                 raise
 
     async def attempt() -> None:
-        workers = min(pool.size * _DEPTH, len(stripes))
+        slots = pool.usable()
+        workers = min(len(slots) * _DEPTH, len(stripes))
         if workers <= 1:
             await work(pool.least_busy())
             return
-        await together([work(n % pool.size) for n in range(workers)])
+        await together([work(slots[n % len(slots)]) for n in range(workers)])
 
     await pool.retry(attempt)
 
 
 async def send_striped(pool: Pool, handle: int, frames: Sequence[SliceFrame], data: memoryview, progress: Progress | None = None) -> None:
     """Send the slices of a put. Once this returns, or raises, the buffer is not read any more."""
+    if pool.several:
+        await send_linked(pool, handle, frames, data, progress)
+        return
     pending = iter(frames)
     total, sent, breath = sum(frame.nbytes for frame in frames), 0, 0
 
@@ -106,7 +114,7 @@ async def abort_put(pool: Pool, handle: int, carrier: Connection | None = None) 
     """
     try:
         async with asyncio.timeout(1):
-            connection = carrier if carrier is not None and carrier.lost is None else await pool.connection(0)
+            connection = carrier if carrier is not None and carrier.lost is None else await pool.first()
             await connection.call(FrameType.ABORT, PutHandle(handle=handle), Empty)
     except (ConnectionLost, NotFound, TimeoutError):
         pass  # then the daemon ends it with the session, or by its own time limit

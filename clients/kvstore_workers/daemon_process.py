@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,18 +20,36 @@ _STOP_S = 60.0
 class DaemonProcess:
     """`kvstore serve` on free loopback ports. A context manager; the end is a clean stop unless `kill` came before.
 
-    `endpoint` is the data plane's address, `http` the control plane's URL, `lines` the last log lines.
+    `within` is the front of a command that runs another in its place, such as `ip netns exec NAME`.
+
+    `endpoint` is the data plane's address, `endpoints` all of them, `http` the control plane's URL, `lines` the last log lines.
     """
 
-    def __init__(self, data_dir: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, data_dir: Path, *arguments: str, environment: dict[str, str] | None = None, within: Sequence[str] = ()
+    ) -> None:  # fmt: skip
         self.data_dir = data_dir
         self.endpoint = ""
+        self.endpoints: list[str] = []
         self.unix_endpoint = ""
         self.http = ""
         self.lines: deque[str] = deque(maxlen=200)
         self._listening = threading.Event()
         self._ready = threading.Event()
-        command = [sys.executable, "-m", "kvstore", "serve", "--data-dir", str(data_dir), "--port", "0", "--http-port", "0", *arguments]
+        command = [
+            *within,
+            sys.executable,
+            "-m",
+            "kvstore",
+            "serve",
+            "--data-dir",
+            str(data_dir),
+            "--port",
+            "0",
+            "--http-port",
+            "0",
+            *arguments,
+        ]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**inherited, **(environment or {})})
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -42,8 +61,9 @@ class DaemonProcess:
             self.lines.append(line.rstrip())
             if found := re.search(r"control plane on (https?://\S+)", line):
                 self.http = found[1]
-            if found := re.search(r"data plane on (\S+?)(?:, (unix:.+))?$", line.rstrip()):
-                self.endpoint, self.unix_endpoint = found[1], found[2] or ""
+            if found := re.search(r"data plane on (.+?)(?:, (unix:.+))?$", line.rstrip()):
+                self.endpoints, self.unix_endpoint = found[1].split(", "), found[2] or ""
+                self.endpoint = self.endpoints[0]
                 self._listening.set()
             if line.rstrip().endswith("kvstore: ready"):
                 self._ready.set()

@@ -72,6 +72,7 @@ class Connection:
         self.endpoint = endpoint
         self.channel = channel
         self.session: Session
+        self.number = 0
         self.grant: Grant | None = None
         self._host = host or SameHost()
         self.same_host: SameHostPeer | None = None
@@ -135,11 +136,15 @@ class Connection:
             _log.info("a client is refused (%s): %s", error.code, error.message)
             await self._error(header.request, error)
             return False
+        task = asyncio.current_task()
+        assert task is not None
+        self.number = self.session.serve(task)
         self.same_host = self._host.peer(self.channel)
         same_host, host = self._host.hint(self.channel.sock)
         welcome = Welcome(
             version=PROTOCOL_VERSION, epoch=self.store.epoch, session=self.session.id,
             server=f"kvstore {__version__}", endpoint=self.endpoint, same_host=same_host, host=host,
+            connection=self.number,
         )  # fmt: skip
         try:
             await self.reply(header.request, FrameType.WELCOME, welcome)

@@ -21,6 +21,8 @@ class Context(Protocol):
     session: Session
     endpoint: str
     same_host: SameHostPeer | None
+    number: int
+    """Of this connection in its session."""
 
 
 @dataclass(frozen=True, slots=True)

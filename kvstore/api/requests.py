@@ -12,6 +12,7 @@ from kvstore.api.replies import OK, Context, Reply, matched, space_of
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import (
     Affected,
+    Close,
     Commit,
     Committed,
     CreateNamespace,
@@ -92,6 +93,11 @@ def _release(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
 
 def _abort(context: Context, message: PutHandle, payload: bytes) -> Reply:
     context.store.abort_put(context.store.get_put(context.session.owner, message.handle))
+    return OK
+
+
+async def _close(context: Context, message: Close, payload: bytes) -> Reply:
+    await context.session.close(message.connection, context.number)
     return OK
 
 
@@ -225,6 +231,7 @@ QUICK: dict[FrameType, tuple[type[Message], Quick]] = {
 """Answered at once, in the order in which they came."""
 
 SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
+    FrameType.CLOSE: (Close, _close),
     FrameType.NAMESPACE_CREATE: (CreateNamespace, _create_namespace),
     FrameType.NAMESPACE_DROP: (NamespaceName, _drop_namespace),
     FrameType.PUT: (PutStart, _put),
@@ -240,6 +247,7 @@ SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
 ACCESS: dict[FrameType, Access] = {
     FrameType.PING: Access.READ,
     FrameType.CANCEL: Access.READ,
+    FrameType.CLOSE: Access.READ,
     FrameType.NAMESPACE_CREATE: Access.WRITE,
     FrameType.NAMESPACE_GET: Access.READ,
     FrameType.NAMESPACE_LIST: Access.READ,

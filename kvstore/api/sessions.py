@@ -1,16 +1,18 @@
 """Sessions: one client over several connections. When its last connection is gone, so is all it held."""
 
+import asyncio
 import itertools
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvstore.errors import Busy, NotFound
+from kvstore.errors import BadRequest, Busy, NotFound
 from kvstore.store import Store
 from kvstore.store.rates import ClientLink, Rates
 
 SESSION_BYTES = 16
 _RETRY_MS = 1000
+_CLOSE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -22,8 +24,34 @@ class Session:
     tenant: str
     client: str
     connections: int = 0
+    numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    """Of its connections."""
+    serving: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
+    """The task of each connection, by its number."""
     link: ClientLink = field(default_factory=lambda: ClientLink(Rates(), ""))
     """How fast its fetches are."""
+
+    def serve(self, task: "asyncio.Task[None]") -> int:
+        """Number a connection that this task serves."""
+        number = next(self.numbers)
+        self.serving[number] = task
+        task.add_done_callback(lambda _: self.serving.pop(number, None))
+        return number
+
+    async def close(self, number: int, own: int) -> None:
+        """End a connection, not one's own, and wait until what it had under way has ended. Harmless if it is gone.
+
+        Raises BadRequest, or Busy if it takes too long.
+        """
+        if number == own:
+            raise BadRequest("a connection can't close itself: hang up")
+        task = self.serving.get(number)
+        if task is None:
+            return
+        task.cancel()
+        _, still = await asyncio.wait([task], timeout=_CLOSE_S)
+        if still:
+            raise Busy(f"connection {number} has not ended within {_CLOSE_S:g} s", retry_after_ms=_RETRY_MS)
 
 
 class Sessions:

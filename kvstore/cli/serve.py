@@ -16,6 +16,9 @@ def serve(
     dram: Annotated[str | None, typer.Option(help="DRAM tier, for example 64GiB [default: a quarter of what is available].")] = None,
     ssd: Annotated[str | None, typer.Option(help="SSD tier [default: half of the free disk, at most 256 GiB].")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="Further addresses of the data plane, HOST or HOST:PORT, with commas; see docs/links.md.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Data plane port, 0 for any [default: 7421].")] = None,
     http_port: Annotated[int | None, typer.Option(help="HTTP port, 0 for any [default: 7420].")] = None,
     unix_socket: Annotated[Path | None, typer.Option(help="Unix socket [default: kvstore.sock in the data directory].")] = None,
@@ -43,6 +46,7 @@ def serve(
         "dram": dram,
         "ssd": ssd,
         "host": host,
+        "listen": listen,
         "port": port,
         "http_port": http_port,
         "unix_socket": unix_socket,

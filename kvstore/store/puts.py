@@ -185,6 +185,14 @@ class Put:
 
     # --- receiving -----------------------------------------------------------------------------------------------------
 
+    def has(self, page: int, part: int, first_slice: int, slices: int) -> bool:
+        """Whether these slices have all arrived: what a client sends again, because it can't know, is dropped then."""
+        row = page - self.first_page
+        if self.closed or not slices > 0 or not self.wants(page, part) or not first_slice + slices <= self._layouts[part].count:
+            return False
+        base = self._slice_base[part] + first_slice
+        return bool(self._received[row, base : base + slices].all())
+
     def locate(self, page: int, part: int, first_slice: int, nbytes: int, slices: int) -> tuple[memoryview, tuple[int, ...]]:
         """Where `slices` consecutive slices of one part, `nbytes` in all, go, and the slices' sizes.
 

@@ -182,7 +182,7 @@ def test_every_frame_of_a_client_has_its_access() -> None:
     assert set(ACCESS) == requests
     assert set(QUICK) | set(SLOW) <= set(ACCESS)
     assert {kind for kind, access in ACCESS.items() if access is Access.READ} == {
-        FrameType.PING, FrameType.CANCEL, FrameType.NAMESPACE_GET, FrameType.NAMESPACE_LIST, FrameType.MATCH,
+        FrameType.PING, FrameType.CANCEL, FrameType.CLOSE, FrameType.NAMESPACE_GET, FrameType.NAMESPACE_LIST, FrameType.MATCH,
         FrameType.LEASE_RENEW, FrameType.LEASE_RELEASE, FrameType.FETCH, FrameType.FOLLOW, FrameType.OUTCOME, FrameType.PREFETCH,
         FrameType.RECIPES, FrameType.REBUILD,
         FrameType.SEGMENTS, FrameType.LOCATE,

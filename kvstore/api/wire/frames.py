@@ -34,6 +34,7 @@ class FrameType(IntEnum):
     HELLO = 1
     PING = 2
     CANCEL = 3
+    CLOSE = 4
     NAMESPACE_CREATE = 8
     NAMESPACE_GET = 9
     NAMESPACE_LIST = 10

@@ -28,6 +28,7 @@ class Welcome(Message):
     """The daemon's answer. `epoch` changes with every start of the daemon: leases do not outlive it.
 
     `same_host` is the endpoint at which a client on the machine `host` (see same_host.py) gets shared memory; empty if there is none.
+    `connection` numbers the connections of the session, for CLOSE; a daemon that does not know CLOSE leaves it out.
     """
 
     version: int
@@ -37,6 +38,7 @@ class Welcome(Message):
     endpoint: str
     same_host: str = ""
     host: str = ""
+    connection: int = 0
 
 
 class ErrorReply(Message):
@@ -51,6 +53,12 @@ class Cancel(Message):
     """Stop the request of this number on this connection."""
 
     target: int
+
+
+class Close(Message):
+    """End another connection of this session, which has stopped working; answered once what it had under way has ended."""
+
+    connection: int
 
 
 class CreateNamespace(Message):

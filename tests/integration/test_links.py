@@ -1,0 +1,237 @@
+"""Striping over several links: real ones (network namespaces with limited speed), and addresses of loopback."""
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore.api.wire import FrameType
+from kvstore.api.wire.messages import Close, Empty
+from kvstore_client import AsyncClient, BadRequest, Client, Component, Conflict, ConnectionLost, KVSpec
+from kvstore_client.namespace import Match, Namespace
+from kvstore_workers.daemon_process import DaemonProcess
+from kvstore_workers.linked_hosts import LinkedHosts
+
+MIB = 1 << 20
+PAGES = 4
+PAGE_MIB = 8
+SPEC = KVSpec(16, (Component("full", PAGE_MIB, 1, MIB // 16 // 4),))
+TOKENS = np.arange(16 * PAGES, dtype=np.uint32)
+DATA = np.random.default_rng(3).integers(0, 256, PAGES * PAGE_MIB * MIB, dtype=np.uint8)
+MBITS = 400
+
+Linked = tuple[LinkedHosts, DaemonProcess]
+
+
+@pytest.fixture(scope="module")
+def linked() -> Iterator[Linked]:
+    """A daemon on a host that four limited links lead to."""
+    try:
+        hosts = LinkedHosts([MBITS] * 4)
+    except OSError as error:
+        pytest.skip(f"no network namespaces with limited links can be made here (it takes root): {error}")
+    with hosts, tempfile.TemporaryDirectory(prefix="kvstore-test-") as folder:
+        first, *more = hosts.far_addresses
+        with DaemonProcess(
+            Path(folder) / "data", "--host", first, "--listen", ",".join(more), "--insecure", "--dram", "128MiB", "--ssd", "256MiB",
+            within=hosts.on("far"),
+        ) as daemon:  # fmt: skip
+            yield hosts, daemon
+
+
+@pytest.fixture
+def all_mended(linked: Linked) -> Iterator[Linked]:
+    """The same, with the links as they were."""
+    yield linked
+    for link in range(4):
+        linked[0].limit(link, MBITS)
+        linked[0].mend(link)
+
+
+def on_near(linked: Linked, work: Callable[[AsyncClient, Namespace], Coroutine[Any, Any, None]]) -> None:
+    """Run a client on the other host."""
+
+    async def run() -> None:
+        async with AsyncClient(linked[1].endpoints, shared_memory=False) as client:
+            await work(client, await client.namespace("links", "model", SPEC))
+
+    with linked[0].near():
+        asyncio.run(run())
+
+
+async def put_again(namespace: Namespace) -> None:
+    await namespace.delete(TOKENS)
+    await namespace.put(TOKENS, DATA)
+
+
+async def fetched(namespace: Namespace, match: Match, meanwhile: Callable[[int], None] | None = None) -> npt.NDArray[np.uint8]:
+    out = np.zeros_like(DATA)
+    tell = None if meanwhile is None else lambda nbytes, total: meanwhile(nbytes)
+    await namespace.fetch(match, out, progress=tell)
+    return out
+
+
+def test_all_links_carry(all_mended: Linked) -> None:
+    async def work(client: AsyncClient, namespace: Namespace) -> None:
+        await put_again(namespace)
+        async with await namespace.match(TOKENS) as match:
+            assert np.array_equal(await fetched(namespace, match), DATA)
+        assert sum(link.put_bytes for link in client.links) == len(DATA)
+        assert sum(link.fetched_bytes for link in client.links) >= len(DATA)
+        assert all(link.put_bytes and link.fetched_bytes for link in client.links)
+
+    on_near(all_mended, work)
+
+
+def test_a_slow_link_carries_less(all_mended: Linked) -> None:
+    all_mended[0].limit(2, MBITS / 8)
+
+    async def work(client: AsyncClient, namespace: Namespace) -> None:
+        await put_again(namespace)
+        async with await namespace.match(TOKENS) as match:
+            assert np.array_equal(await fetched(namespace, match), DATA)
+        shares = [link.put_bytes + link.fetched_bytes for link in client.links]
+        assert min(shares) == shares[2]
+
+    on_near(all_mended, work)
+
+
+def test_a_link_that_is_cut_in_a_fetch_loses_its_stripes_to_the_others(all_mended: Linked) -> None:
+    async def work(client: AsyncClient, namespace: Namespace) -> None:
+        await put_again(namespace)
+        cut: list[int] = []
+
+        def when_it_is_under_way(nbytes: int) -> None:
+            if nbytes > len(DATA) // 4 and not cut:
+                all_mended[0].cut(1)
+                cut.append(client.links[1].fetched_bytes)
+
+        async with await namespace.match(TOKENS) as match:
+            assert np.array_equal(await fetched(namespace, match, when_it_is_under_way), DATA)
+            assert client.links[1].given_up
+            assert client.links[1].fetched_bytes - cut[0] <= 4 * MIB, "no more than was on its way"
+            assert np.array_equal(await fetched(namespace, match), DATA)
+            all_mended[0].mend(1)
+            for _ in range(20):  # until it was tried again
+                before = client.links[1].fetched_bytes
+                assert np.array_equal(await fetched(namespace, match), DATA)
+                if client.links[1].fetched_bytes > before:
+                    break
+            else:
+                pytest.fail("the link works again, and nothing goes over it")
+
+    on_near(all_mended, work)
+
+
+def test_a_link_that_is_cut_in_a_put_loses_its_slices_to_the_others(all_mended: Linked) -> None:
+    async def work(client: AsyncClient, namespace: Namespace) -> None:
+        cut: list[int] = []
+
+        def when_it_is_under_way(nbytes: int, total: int) -> None:
+            if nbytes > total // 4 and not cut:
+                all_mended[0].cut(0)  # the one that PUT and COMMIT go over, too
+                cut.append(nbytes)
+
+        await namespace.delete(TOKENS)
+        done = await namespace.put(TOKENS, DATA, progress=when_it_is_under_way)
+        assert cut
+        assert done.new_pages == PAGES
+        assert client.links[0].given_up
+        async with await namespace.match(TOKENS) as match:
+            assert match.pages == PAGES
+            assert np.array_equal(await fetched(namespace, match), DATA)
+
+    on_near(all_mended, work)
+
+
+# --- addresses of loopback: no privilege needed ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A daemon that listens on two addresses."""
+    folder = tmp_path_factory.mktemp("daemon")
+    with DaemonProcess(folder, "--dram", "128MiB", "--ssd", "256MiB", "--listen", "127.0.0.2") as daemon:
+        yield daemon
+
+
+def test_the_blocking_client_takes_several_endpoints(two_addresses: DaemonProcess) -> None:
+    assert [endpoint.rpartition(":")[0] for endpoint in two_addresses.endpoints] == ["127.0.0.1", "127.0.0.2"]
+    with Client(two_addresses.endpoints, shared_memory=False) as client:
+        namespace = client.namespace("blocking", "blocking", SPEC)
+        namespace.put(TOKENS, DATA)
+        out = np.zeros_like(DATA)
+        with namespace.match(TOKENS) as match:
+            namespace.fetch(match, out)
+        assert np.array_equal(out, DATA)
+
+
+def test_local_addresses_are_links(two_addresses: DaemonProcess) -> None:
+    async def work() -> None:
+        async with AsyncClient(two_addresses.endpoint, local_addresses=["127.0.0.1", "127.0.0.3"], shared_memory=False) as client:
+            namespace = await client.namespace("local", "local", SPEC)
+            await namespace.put(TOKENS, DATA)
+            async with await namespace.match(TOKENS) as match:
+                assert np.array_equal(await fetched(namespace, match), DATA)
+            assert [link.local for link in client.links] == ["127.0.0.1", "127.0.0.3"]
+            assert all(link.put_bytes for link in client.links)
+
+    asyncio.run(work())
+
+
+def test_addresses_of_different_daemons_are_refused(two_addresses: DaemonProcess, daemon: DaemonProcess) -> None:
+    async def work() -> None:
+        with pytest.raises(Conflict, match="another daemon"):
+            async with AsyncClient([two_addresses.endpoint, daemon.endpoint]):
+                pytest.fail("it was taken for one daemon")
+
+    asyncio.run(work())
+
+
+def test_a_link_that_leads_nowhere_is_left_out(two_addresses: DaemonProcess) -> None:
+    async def work() -> None:
+        async with AsyncClient(["127.0.0.9:9", two_addresses.endpoint], shared_memory=False) as client:
+            namespace = await client.namespace("nowhere", "nowhere", SPEC)
+            await namespace.put(TOKENS, DATA)
+            async with await namespace.match(TOKENS) as match:
+                assert np.array_equal(await fetched(namespace, match), DATA)
+            assert [bool(link.fetched_bytes) for link in client.links] == [False, True]
+        with pytest.raises(ConnectionLost, match=r"127\.0\.0\.9:"):
+            async with AsyncClient(["127.0.0.9:9", "127.0.0.9:11"]):
+                pytest.fail("nobody is there")
+
+    asyncio.run(work())
+
+
+def test_a_connection_is_closed_over_another(two_addresses: DaemonProcess) -> None:
+    async def work() -> None:
+        async with AsyncClient(two_addresses.endpoint, connections=2, shared_memory=False) as client:
+            first, second = await client.pool.connection(0), await client.pool.connection(1)
+            with pytest.raises(BadRequest, match="hang up"):
+                await first.call(FrameType.CLOSE, Close(connection=first.welcome.connection), Empty)
+            for _ in range(2):  # the second time it is gone
+                await first.call(FrameType.CLOSE, Close(connection=second.welcome.connection), Empty)
+            with pytest.raises(ConnectionLost):
+                await second.call(FrameType.PING, Empty(), Empty)
+            await first.call(FrameType.PING, Empty(), Empty)
+
+    asyncio.run(work())
+
+
+def test_slices_that_have_arrived_may_come_again(two_addresses: DaemonProcess) -> None:
+    async def work() -> None:
+        async with AsyncClient(two_addresses.endpoints, shared_memory=False) as client:
+            namespace = await client.namespace("again", "again", SPEC)
+            async with namespace.stream_put(TOKENS) as stream:
+                await stream.send(0, PAGE_MIB, DATA)
+                await stream.send(0, 1, np.zeros(PAGES * MIB, np.uint8))  # dropped: the first to arrive counts
+                assert (await stream.commit()).new_pages == PAGES
+            async with await namespace.match(TOKENS) as match:
+                assert np.array_equal(await fetched(namespace, match), DATA)
+
+    asyncio.run(work())
