@@ -56,6 +56,7 @@ class Config(BaseModel):
     shared_memory: bool = Field(True, description="give clients on this machine their tenant's segments to map, over the Unix socket")
     max_pages: int = Field(10_000_000, ge=1_000, le=200_000_000, description="most pages a namespace can hold")
     max_connections: int = Field(1024, ge=1, le=65536, description="most data-plane connections")
+    client_in_flight: Size = Field(1 << 30, ge=1 << 20, description="most bytes of fetches that one client has under way")
     client_timeout: float = Field(
         30.0, gt=0, le=3600, description="seconds a client may take to send the rest of a frame, or to take one, before it is cut off"
     )

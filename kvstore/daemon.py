@@ -70,7 +70,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
             endpoints += [endpoint for _, endpoint in listeners]
             data_plane = DataPlane(
                 store, guard, tls=tls, max_connections=config.max_connections, client_timeout_s=config.client_timeout,
-                host=_same_host(config, endpoints),
+                host=_same_host(config, endpoints), max_in_flight=config.client_in_flight,
             )  # fmt: skip
             try:
                 async with data_plane.listen(listeners), _watching(guard, certificate, config, store, data_plane):

@@ -19,6 +19,7 @@ from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.namespace import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
 from kvstore_client.namespace import OnGroup, PutResult
+from kvstore_client.plan import Priority
 from kvstore_client.text import Given
 from kvstore_client.tokens import Extras, Tokens
 from kvstore_client.transfer import Progress
@@ -241,7 +242,8 @@ class Namespace(BlockingTextCalls):
 
     def fetch(
         self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
-        on_group: OnGroup | None = None, progress: Progress | None = None, plan: Estimate | None = None, timeout: float | None = None,
+        on_group: OnGroup | None = None, progress: Progress | None = None, plan: Estimate | None = None, priority: Priority | None = None,
+        timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Fetch matched pages into `out` (see the asynchronous Namespace.fetch). Callbacks run in the client's thread."""
         return self._client.run(
@@ -254,6 +256,7 @@ class Namespace(BlockingTextCalls):
                 on_group=on_group,
                 progress=progress,
                 plan=plan,
+                priority=priority,
                 timeout=timeout,
             )
         )

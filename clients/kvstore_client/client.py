@@ -137,7 +137,7 @@ class AsyncClient:
         """One idempotent control request, repeated if the connection breaks."""
 
         async def attempt() -> tuple[Any, bytes]:
-            connection = self._same_host.now or await self._pool.connection(self._pool.least_busy())
+            connection = self._same_host.now or await self._pool.for_requests()
             return await connection.call(frame_type, message, reply, payload)
 
         async with self.deadline(timeout):

@@ -207,7 +207,9 @@ class Connection:
         written into `target`: when it is cancelled, a frame that is just arriving has `quiet_s` to end, or the connection is given up.
         """
         payload = b"".join(stripe.blobs) + pack_runs(stripe.runs)
-        message = FetchRequest(namespace=namespace, blobs=len(stripe.blobs), provisional=plan.provisional, frame_bytes=plan.frame_bytes)
+        message = FetchRequest(
+            namespace=namespace, blobs=len(stripe.blobs), provisional=plan.provisional, frame_bytes=plan.frame_bytes, priority=plan.priority
+        )
         while True:
             call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived or plan.arrived, quiet_s=quiet_s)
             try:

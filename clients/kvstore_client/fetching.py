@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near import NearBlob, copy_near
-from kvstore_client.plan import FetchPlan, Item
+from kvstore_client.plan import INTERACTIVE_BYTES, FetchPlan, Item, Priority
 from kvstore_client.transfer import Progress, fetch_striped
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ class Arrivals:
 
 
 async def fetch_items(
-    match: "Match", items: list[Item], target: memoryview, on_group: Callable[[int], None] | None, progress: Progress | None
-) -> int:
+    match: "Match", items: list[Item], target: memoryview, on_group: Callable[[int], None] | None, progress: Progress | None,
+    priority: Priority | None = None,
+) -> int:  # fmt: skip
     """Fetch items into the caller's buffer. Returns the bytes. Raises NotFound (Corrupt) for what no way brings."""
     client, namespace = match.namespace.client, match.namespace.id
     arrivals = Arrivals(items, on_group, progress)
@@ -58,6 +59,7 @@ async def fetch_items(
         plan = FetchPlan(
             left, client.pool.size, on_group=on_group, progress=arrivals.far if blobs else progress,
             stripe_bytes=LINK_STRIPE if client.pool.several else 0,
+            priority=priority or ("interactive" if arrivals.nbytes <= INTERACTIVE_BYTES else "bulk"),
         )  # fmt: skip
         await fetch_striped(client.pool, namespace, plan, target)
         plan.verify()

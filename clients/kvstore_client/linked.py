@@ -33,13 +33,14 @@ class _Run(ABC, Generic[J]):
 
     twice = False
 
-    def __init__(self, pool: Pool, undone: dict[int, J]) -> None:
+    def __init__(self, pool: Pool, undone: dict[int, J], slots: Sequence[int]) -> None:
         self._pool = pool
+        self._slots = list(slots)
         self._undone: dict[int, J] = undone
         self._dealer: Dealer[J] = Dealer(undone.values(), lambda job: job.nbytes, least_window=2 * LINK_STRIPE)
         self._connections: dict[int, Connection] = {}
         self._opening: set[int] = set()
-        self._gone = {slot: asyncio.Event() for slot in range(pool.size)}
+        self._gone = {slot: asyncio.Event() for slot in slots}
         self._work: dict[Ask[J], asyncio.Task[None]] = {}
         self._losing: dict[int, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()
@@ -48,8 +49,8 @@ class _Run(ABC, Generic[J]):
 
     async def run(self) -> None:
         """Do all jobs. Raises ConnectionLost if no link works; once it returns or raises, nobody touches the caller's buffer."""
-        self._opening = {slot for slot in range(self._pool.size) if not self._pool.link(slot).resting} or set(range(self._pool.size))
-        lanes = [asyncio.create_task(self._hold(slot), name="kvstore-link") for slot in range(self._pool.size)]
+        self._opening = {slot for slot in self._slots if not self._pool.link(slot).resting} or set(self._slots)
+        lanes = [asyncio.create_task(self._hold(slot), name="kvstore-link") for slot in self._slots]
         try:
             while self._undone:
                 self._woken.clear()
@@ -173,8 +174,10 @@ class _Run(ABC, Generic[J]):
 class _Fetch(_Run[Stripe]):
     twice = True
 
-    def __init__(self, pool: Pool, undone: dict[int, Stripe], namespace: str, plan: FetchPlan, target: memoryview) -> None:
-        super().__init__(pool, undone)
+    def __init__(
+        self, pool: Pool, undone: dict[int, Stripe], slots: Sequence[int], namespace: str, plan: FetchPlan, target: memoryview
+    ) -> None:
+        super().__init__(pool, undone, slots)
         self._namespace = namespace
         self._plan = plan
         self._target = target
@@ -260,7 +263,7 @@ class _Send(_Run[SliceFrame]):
     def __init__(
         self, pool: Pool, undone: dict[int, SliceFrame], handle: int, data: memoryview, sent: Callable[[SliceFrame], None]
     ) -> None:
-        super().__init__(pool, undone)
+        super().__init__(pool, undone, range(pool.size))
         self._handle = handle
         self._data = data
         self._sent = sent
@@ -282,9 +285,11 @@ class _Send(_Run[SliceFrame]):
 async def fetch_linked(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview) -> None:
     """Fetch all stripes of a plan over the links of a pool."""
     undone = {id(stripe): stripe for stripe in plan.stripes}
+    ready = await pool.ready_express() if plan.priority == "interactive" else []
+    slots = ready if ready and min(ready) >= pool.size else range(pool.size)
 
     async def attempt() -> None:
-        await _Fetch(pool, undone, namespace, plan, target).run()
+        await _Fetch(pool, undone, slots, namespace, plan, target).run()
 
     await pool.retry(attempt)
 

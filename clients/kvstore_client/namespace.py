@@ -35,7 +35,7 @@ from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
 from kvstore_client.fetching import fetch_items
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
-from kvstore_client.plan import Item, layer_groups, page_items, page_parts
+from kvstore_client.plan import INTERACTIVE_BYTES, Item, Priority, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.scattered import Scattered, ScatteredLayout
 from kvstore_client.session import Session
@@ -255,7 +255,8 @@ class Namespace(TextCalls):
 
     async def fetch(
         self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
-        on_group: OnGroup | None = None, progress: Progress | None = None, plan: Estimate | None = None, timeout: float | None = None,
+        on_group: OnGroup | None = None, progress: Progress | None = None, plan: Estimate | None = None, priority: Priority | None = None,
+        timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Fetch matched pages [first, last) into `out`, page after page; by default all that `wanted` is needed on.
 
@@ -270,10 +271,14 @@ class Namespace(TextCalls):
         With the match's estimate as `plan`, only its first `plan.pages` pages count: the rest is better computed. `out` may then be
         larger than what comes; the bytes are at its front.
 
+        What is `interactive` goes before what is `bulk`, here and in the daemon; by default a fetch of up to 4 MiB is interactive.
+
         Raises NotFound (Corrupt) if something is no longer there (did not verify): treat it as a miss.
         """
         wanted = wanted or self.spec.whole()
         self.spec.check_range(wanted)
+        if priority not in (None, "interactive", "bulk"):
+            raise BadRequest(f"priority is {priority!r}: interactive or bulk")
         if plan is not None:
             match = match.up_to(plan)
         first, last = pages or match.pages_of(wanted.component)
@@ -293,7 +298,7 @@ class Namespace(TextCalls):
         items = match.items(first, last, wanted, groups)
         tell = None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi)
         async with self.client.deadline(timeout):
-            return await fetch_items(match, items, target, tell, progress)
+            return await fetch_items(match, items, target, tell, progress, priority)
 
     async def view(
         self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None, timeout: float | None = None
@@ -402,6 +407,10 @@ class Namespace(TextCalls):
         at_once = layout.total - layout.first_page <= PUT_PAGES
 
         async def attempt() -> Committed:
+            with self.client.pool.bulk(layout.nbytes > INTERACTIVE_BYTES):
+                return await once_there_is_room()
+
+        async def once_there_is_room() -> Committed:
             nonlocal at_once
             while True:
                 near = await near_connection(self.client, layout.nbytes)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvstore.api.wire import (
     DIGEST_BYTES,
@@ -22,6 +22,12 @@ from kvstore.api.wire import (
 MIN_STRIPE = 1 << 20
 MAX_STRIPE = 4 << 20
 LONE_STRIPE = 64 << 20
+
+
+Priority = Literal["interactive", "bulk"]
+"""What is interactive goes before what is bulk."""
+INTERACTIVE_BYTES = 4 << 20
+"""A fetch of up to so many bytes is interactive, if nothing else is said."""
 
 
 class Item(NamedTuple):
@@ -132,8 +138,9 @@ class FetchPlan:
 
     def __init__(
         self, items: list[Item], connections: int, *, on_group: Callable[[int], None] | None = None,
-        progress: Callable[[int, int], None] | None = None, provisional: bool = False, stripe_bytes: int = 0,
+        progress: Callable[[int, int], None] | None = None, provisional: bool = False, stripe_bytes: int = 0, priority: Priority = "bulk",
     ) -> None:  # fmt: skip
+        self.priority = priority
         self.items = items
         self.provisional = provisional
         self.nbytes = 0

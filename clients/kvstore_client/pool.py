@@ -4,7 +4,9 @@ import asyncio
 import random
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from kvstore.api.wire import Conflict, ConnectionLost, FrameType, KVStoreError, NotFound
@@ -18,6 +20,7 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _CLOSE_S = 2.0
 _ANSWER_S = 1.0
+_EXPRESS_RETRY_S = 5.0
 
 
 class Pool:
@@ -35,8 +38,11 @@ class Pool:
         self._client = client
         self._token = token
         self._tls = tls
-        self._slots: list[Connection | None] = [None] * size
-        self._locks = [asyncio.Lock() for _ in range(size)]
+        count = size + len(self.links)  # behind the others, an express connection for each link
+        self._slots: list[Connection | None] = [None] * count
+        self._locks = [asyncio.Lock() for _ in range(count)]
+        self._bulk = 0
+        self._no_express_before = 0.0
         self._session_lock = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -47,12 +53,40 @@ class Pool:
 
     def link(self, slot: int) -> Link:
         """The link of a slot's connection."""
-        return self.links[slot % len(self.links)]
+        return self.links[(slot if slot < self.size else slot - self.size) % len(self.links)]
+
+    @contextmanager
+    def bulk(self, really: bool = True) -> Iterator[None]:
+        """While bulk is under way on the connections: what is interactive takes others meanwhile."""
+        self._bulk += really
+        try:
+            yield
+        finally:
+            self._bulk -= really
+
+    async def ready_express(self) -> list[int]:
+        """The slots for what is interactive: while bulk is under way those that nothing else uses, if they can be had."""
+        now = time.monotonic()
+        if not self._bulk or now < self._no_express_before:
+            return self.usable()
+        express = [slot for slot in range(self.size, len(self._slots)) if not self.link(slot).resting] or [self.size]
+        missing = [slot for slot in express if (c := self._slots[slot]) is None or c.lost is not None]
+        if missing:
+            results = await asyncio.gather(*map(self.connection, missing), return_exceptions=True)
+            failed = {slot for slot, result in zip(missing, results, strict=True) if isinstance(result, BaseException)}
+            express = [slot for slot in express if slot not in failed]
+            if not express:  # a quota of connections, perhaps
+                self._no_express_before = now + _EXPRESS_RETRY_S
+        return express or self.usable()
+
+    async def for_requests(self) -> Connection:
+        """The connection for a request by itself: not one on which bulk is under way, if possible."""
+        return await self.connection(self.least_busy(await self.ready_express()))
 
     async def close(self) -> None:
         """Close all connections."""
         open_ones = [connection for connection in self._slots if connection is not None]
-        self._slots = [None] * self.size
+        self._slots = [None] * len(self._slots)
         await asyncio.gather(*(connection.close() for connection in open_ones))
         await asyncio.gather(*self._closing, return_exceptions=True)  # some of them were cancelled
 
@@ -69,7 +103,8 @@ class Pool:
             try:
                 connection = await self._open(link)
             except ConnectionLost:
-                link.failed()
+                if slot < self.size:
+                    link.failed()
                 raise
             link.works()
             self._slots[slot] = connection
@@ -150,14 +185,14 @@ class Pool:
         mine = self.endpoint if self.endpoint.startswith("unix:") else endpoint
         return await Connection.open(mine, session=self.session, client=self._client, token=self._token, descriptors=True)
 
-    def least_busy(self) -> int:
-        """The slot whose connection has the fewest requests in flight; open ones are preferred."""
+    def least_busy(self, among: Sequence[int] = ()) -> int:
+        """The slot, of all usable ones or those given, whose connection has the fewest requests in flight; open ones are preferred."""
 
         def load(slot: int) -> tuple[int, int]:
             connection = self._slots[slot]
             return (1, slot) if connection is None or connection.lost is not None else (0, connection.in_flight)
 
-        return min(self.usable(), key=load)
+        return min(among or self.usable(), key=load)
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat an idempotent attempt while the connection is lost, with backoff; the caller's deadline ends it."""

@@ -29,6 +29,11 @@ Progress = Callable[[int, int], None]
 
 async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview) -> None:
     """Fetch all stripes of a plan. What a broken connection had goes to the others, and is asked for again after a restart."""
+    with pool.bulk(plan.priority == "bulk"):
+        await _fetch_striped(pool, namespace, plan, target)
+
+
+async def _fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview) -> None:
     if pool.several and not plan.provisional:  # those of a put under way wait for somebody else: it does not tell which link is slow
         await fetch_linked(pool, namespace, plan, target)
         return
@@ -45,10 +50,10 @@ async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: mem
                 raise
 
     async def attempt() -> None:
-        slots = pool.usable()
+        slots = await pool.ready_express() if plan.priority == "interactive" else pool.usable()
         workers = min(len(slots) * _DEPTH, len(stripes))
         if workers <= 1:
-            await work(pool.least_busy())
+            await work(pool.least_busy(slots))
             return
         await together([work(slots[n % len(slots)]) for n in range(workers)])
 

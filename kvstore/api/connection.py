@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -16,6 +16,7 @@ from typing import TypeVar
 from kvstore import __version__
 from kvstore.api.auth import Grant, forbidden
 from kvstore.api.guard import Guard
+from kvstore.api.priority import INTERACTIVE, LinkTraffic
 from kvstore.api.rebuilds import slow_match, waits
 from kvstore.api.replies import Reply
 from kvstore.api.request_tables import ACCESS, QUICK, SLOW
@@ -23,7 +24,7 @@ from kvstore.api.requests import Slow
 from kvstore.api.same_host import SameHost, SameHostPeer
 from kvstore.api.sessions import Session, Sessions
 from kvstore.api.small_fetch import fetch_small
-from kvstore.api.streaming import read_fetch, receive_slices, stream_fetch
+from kvstore.api.streaming import Asked, read_fetch, receive_slices, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
@@ -53,6 +54,8 @@ class _Running:
     """A request that has a task."""
 
     interruptible: bool
+    urgent: bool = False
+    """Whether it is sent before what is bulk."""
     task: asyncio.Task[None] | None = None
     begun: bool = False
     cancelled: bool = False
@@ -64,9 +67,10 @@ class Connection:
 
     def __init__(
         self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore,
-        guard: Guard, timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None,
+        guard: Guard, timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None, traffic: LinkTraffic | None = None,
     ) -> None:  # fmt: skip
         self.store = store
+        self._traffic = traffic
         self._timeout_s = timeout_s
         self._large_payloads = large_payloads
         self.endpoint = endpoint
@@ -233,13 +237,30 @@ class Connection:
     async def _fetch(self, group: asyncio.TaskGroup, header: Header, meta: bytes, payload: bytes) -> None:
         try:
             asked = read_fetch(self, meta, payload)
-            answered = header.request not in self._running and await fetch_small(self, header.request, asked)
+            crowded = self._traffic if self._traffic is not None and self._traffic.crowded else None
+            with nullcontext() if crowded is None else crowded.fetching(self.channel, asked.priority, self.session.link.bytes_s):
+                answered = header.request not in self._running and await fetch_small(self, header.request, asked)
         except KVStoreError as error:
             self._fatal_if_protocol(error)
             await self._error(header.request, error)
         else:
             if not answered:
-                await self._start(group, header, partial(stream_fetch, self, header.request, asked))
+                await self._start(group, header, partial(self._stream, header.request, asked))
+                if asked.priority == INTERACTIVE:
+                    self._running[header.request].urgent = True
+
+    async def _stream(self, request: int, asked: Asked) -> None:
+        with self._fetching(asked):
+            await stream_fetch(self, request, asked)
+
+    @contextmanager
+    def _fetching(self, asked: Asked) -> Iterator[None]:
+        with self.session.fetching(asked.nbytes):
+            if self._traffic is None:
+                yield
+                return
+            with self._traffic.fetching(self.channel, asked.priority, self.session.link.bytes_s):
+                yield
 
     def _refusal(self, kind: FrameType) -> Forbidden | None:
         """Why the token does not allow a frame; None if it does. Raises ProtocolError for what no client sends."""
@@ -325,7 +346,8 @@ class Connection:
         async with self._write_lock:
             if self._running[request].cancelled:
                 raise Cancelled("the request was cancelled")
-            return await self._sent_whole(self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised))
+            turn = None if self._traffic is None or self._running[request].urgent else self._traffic.turn
+            return await self._sent_whole(self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised, turn))
 
     async def send_at_once(self, gather: Callable[[], list[bytes | memoryview] | None]) -> bool:
         """Send what `gather` returns, which is called when it can be sent; False if that is nothing."""

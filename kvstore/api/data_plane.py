@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvstore.api.connection import CLIENT_TIMEOUT_S, Connection
 from kvstore.api.guard import Guard
+from kvstore.api.priority import Traffic
 from kvstore.api.same_host import SameHost
 from kvstore.api.sessions import Sessions
 from kvstore.api.wire import Channel, TlsChannel
@@ -27,22 +28,25 @@ _LARGE_PAYLOADS = 16
 class DataPlane:
     """Accepts connections until closed, those over TCP with `tls`. `max_connections` bounds them; one more is closed at once.
 
-    `client_timeout_s` bounds how long a client may take over a frame that has begun, in either direction.
+    `client_timeout_s` bounds how long a client may take over a frame that has begun, in either direction; `max_in_flight` the bytes
+    of fetches that it has under way.
     """
 
     def __init__(
         self, store: Store, guard: Guard, *, tls: ssl.SSLContext | None = None, max_connections: int = 1024,
         client_timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None,
+        max_in_flight: int | None = None,
     ) -> None:  # fmt: skip
         self._tls = tls
         self._host = host or SameHost()
         self._guard = guard
-        self.sessions = Sessions(store)
+        self.sessions = Sessions(store, max_in_flight)
         self._store = store
         self._max_connections = max_connections
         self._client_timeout_s = client_timeout_s
         self._connections: set[asyncio.Task[None]] = set()
         self._serving: dict[Connection, asyncio.Task[None]] = {}
+        self._traffic = Traffic()
         self._large_payloads = asyncio.Semaphore(_LARGE_PAYLOADS)
 
     @property
@@ -95,7 +99,15 @@ class DataPlane:
     async def _serve(self, sock: socket.socket, endpoint: str) -> None:
         channel = self._channel(sock)
         connection = Connection(
-            channel, self._store, self.sessions, endpoint, self._large_payloads, self._guard, self._client_timeout_s, self._host
+            channel,
+            self._store,
+            self.sessions,
+            endpoint,
+            self._large_payloads,
+            self._guard,
+            self._client_timeout_s,
+            self._host,
+            self._traffic.of(sock),
         )
         task = asyncio.current_task()
         assert task is not None

@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvstore.errors import BadRequest, Busy, NotFound
@@ -12,6 +14,7 @@ from kvstore.store.rates import ClientLink, Rates
 
 SESSION_BYTES = 16
 _RETRY_MS = 1000
+_FETCH_RETRY_MS = 20
 _CLOSE_S = 10.0
 
 
@@ -24,12 +27,29 @@ class Session:
     tenant: str
     client: str
     connections: int = 0
+    max_in_flight: int | None = None
+    in_flight: int = 0
+    """Bytes of its fetches under way."""
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     """Of its connections."""
     serving: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
     """The task of each connection, by its number."""
     link: ClientLink = field(default_factory=lambda: ClientLink(Rates(), ""))
     """How fast its fetches are."""
+
+    @contextmanager
+    def fetching(self, nbytes: int) -> Iterator[None]:
+        """While a fetch of so many bytes is under way. One larger than the limit may be, alone. Raises Busy."""
+        if self.max_in_flight is not None and self.in_flight and self.in_flight + nbytes > self.max_in_flight:
+            raise Busy(
+                f"this client has {self.in_flight} bytes of fetches under way; {self.max_in_flight} are the limit",
+                retry_after_ms=_FETCH_RETRY_MS,
+            )
+        self.in_flight += nbytes
+        try:
+            yield
+        finally:
+            self.in_flight -= nbytes
 
     def serve(self, task: "asyncio.Task[None]") -> int:
         """Number a connection that this task serves."""
@@ -57,8 +77,9 @@ class Session:
 class Sessions:
     """All sessions of a daemon."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, max_in_flight: int | None = None) -> None:
         self._store = store
+        self._max_in_flight = max_in_flight
         self._by_id: dict[bytes, Session] = {}
         self._connections: Counter[str] = Counter()
         self._owners = itertools.count(1)
@@ -80,7 +101,12 @@ class Sessions:
                 raise NotFound("this session is over: all its connections were closed, or the daemon was restarted")
         else:
             session = Session(
-                secrets.token_bytes(SESSION_BYTES), next(self._owners), tenant, client, link=ClientLink(self._store.rates, tenant)
+                secrets.token_bytes(SESSION_BYTES),
+                next(self._owners),
+                tenant,
+                client,
+                link=ClientLink(self._store.rates, tenant),
+                max_in_flight=self._max_in_flight,
             )
             self._by_id[session.id] = session
         session.connections += 1

@@ -101,6 +101,7 @@ class Asked:
     nbytes: int
     provisional: bool
     frame_bytes: int
+    priority: str = ""
 
     @property
     def tenant(self) -> str:
@@ -121,7 +122,7 @@ def read_fetch(connection: Peer, meta: bytes, payload: bytes) -> Asked:
             raise BadRequest(f"a run names blob {run.blob} of {message.blobs}")
     names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
     nbytes = sum(run.length * run.segments for run in runs)
-    return Asked(space, names, runs, nbytes, message.provisional, message.frame_bytes)
+    return Asked(space, names, runs, nbytes, message.provisional, message.frame_bytes, message.priority)
 
 
 async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:

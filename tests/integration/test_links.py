@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.api.wire import FrameType
 from kvstore.api.wire.messages import Close, Empty
-from kvstore_client import AsyncClient, BadRequest, Client, Component, Conflict, ConnectionLost, KVSpec
+from kvstore_client import AsyncClient, BadRequest, Client, Component, Conflict, ConnectionLost, KVSpec, PartRange
 from kvstore_client.namespace import Match, Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from kvstore_workers.linked_hosts import LinkedHosts
@@ -233,5 +233,82 @@ def test_slices_that_have_arrived_may_come_again(two_addresses: DaemonProcess) -
                 assert (await stream.commit()).new_pages == PAGES
             async with await namespace.match(TOKENS) as match:
                 assert np.array_equal(await fetched(namespace, match), DATA)
+
+    asyncio.run(work())
+
+
+# --- priorities ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_interactive_goes_before_bulk(all_mended: Linked) -> None:
+    """Judged by bytes: while 8 MiB come that are interactive, less comes of what four connections pull as bulk over the same link."""
+
+    async def run() -> None:
+        endpoint = all_mended[1].endpoint
+        async with (
+            AsyncClient(endpoint, connections=4, shared_memory=False) as puller,
+            AsyncClient(endpoint, connections=1, shared_memory=False) as asker,
+        ):
+            namespace = await puller.namespace("links", "model", SPEC)
+            await namespace.put(TOKENS, DATA)
+            arrived = 0
+            begun = asyncio.Event()
+
+            def progress(nbytes: int, total: int) -> None:
+                nonlocal arrived
+                arrived = nbytes
+                if nbytes > total // 4:
+                    begun.set()
+
+            async def ask(out: npt.NDArray[np.uint8]) -> int:
+                before = arrived
+                await theirs.fetch(small, out, pages=(0, 1), priority="interactive")
+                return arrived - before
+
+            theirs = await asker.namespace("links")
+            small = await theirs.match(TOKENS)
+            first, second = (np.zeros(8 * MIB, np.uint8) for _ in range(2))
+            await ask(first)  # from now on the daemon keeps bulk short
+            async with await namespace.match(TOKENS) as match:
+                out = np.zeros_like(DATA)
+                pulling = asyncio.create_task(namespace.fetch(match, out, progress=progress))
+                await begun.wait()
+                beside = await ask(second)
+                await pulling
+            assert np.array_equal(out, DATA)
+            assert np.array_equal(first, DATA[: 8 * MIB])
+            assert np.array_equal(second, DATA[: 8 * MIB])
+            assert beside < 8 * MIB
+
+    with all_mended[0].near():
+        asyncio.run(run())
+
+
+def test_what_is_interactive_has_a_connection_of_its_own_beside_bulk(two_addresses: DaemonProcess) -> None:
+    async def work() -> None:
+        async with AsyncClient(two_addresses.endpoint, shared_memory=False) as client:
+            namespace = await client.namespace("express", "express", SPEC)
+            await namespace.put(TOKENS, DATA)
+            match = await namespace.match(TOKENS)
+            assert max(await client.pool.ready_express()) < client.pool.size
+            seen: list[int] = []
+
+            async def look() -> None:
+                seen.extend(await client.pool.ready_express())
+                part = np.zeros(MIB, np.uint8)
+                await namespace.fetch(match, part, pages=(0, 1), wanted=PartRange(0, 0, 1, 0, 1))
+                assert np.array_equal(part, DATA[:MIB])
+
+            looking: list[asyncio.Task[None]] = []
+
+            def progress(nbytes: int, total: int) -> None:
+                if not looking:
+                    looking.append(asyncio.create_task(look()))
+
+            out = np.zeros_like(DATA)
+            await namespace.fetch(match, out, progress=progress)
+            await looking[0]
+            assert np.array_equal(out, DATA)
+            assert min(seen) >= client.pool.size
 
     asyncio.run(work())

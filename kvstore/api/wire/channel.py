@@ -6,7 +6,7 @@ the caller, frame by frame.
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from kvstore.api.wire.frames import HEADER_BYTES, FrameType, Header, decode_header, encode_bulk
@@ -258,11 +258,13 @@ class Channel:
             await self._loop.sock_sendall(self.sock, view)
 
     async def send_pieces(
-        self, frame_type: FrameType, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]
-    ) -> list[bytes]:
+        self, frame_type: FrameType, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None],
+        turn: Callable[["Channel"], Awaitable[None]] | None = None,
+    ) -> list[bytes]:  # fmt: skip
         """A bulk frame: pieces, hashed as they go out, then one digest each. Returns the digests computed.
 
-        `promised` holds the digest to send for a piece where one is on record; otherwise the computed one is sent.
+        `promised` holds the digest to send for a piece where one is on record; otherwise the computed one is sent. With a `turn`, that is
+        waited for before every chunk.
         """
         total = sum(len(p) for p in pieces)
         pending: list[bytes | memoryview] = [encode_bulk(frame_type, request, meta, total, len(pieces))]
@@ -276,6 +278,8 @@ class Channel:
                 pending.append(piece[start:end])
                 waiting += end - start
                 if waiting >= _SEND:
+                    if turn is not None:
+                        await turn(self)
                     await self.send(pending)
                     pending, waiting = [], 0
             digests += hasher.digests

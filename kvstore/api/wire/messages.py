@@ -236,12 +236,14 @@ class FetchRequest(Message):
 
     With `provisional` the ids name parts of puts that this client follows (see runs.py), which may still be arriving.
     `frame_bytes`: of payload in a DATA frame, at most; 0 for as many as a frame may have. A longer piece has a frame of its own.
+    `priority` is `interactive` or `bulk`; what says neither is bulk.
     """
 
     namespace: str
     blobs: int
     provisional: bool = False
     frame_bytes: int = 0
+    priority: str = ""
 
 
 class Fetched(Message):
