@@ -319,10 +319,10 @@ class Connection:
                 await self._send(encode(FrameType.CANCEL, 0, pack(Cancel(target=number))))
                 while self._receiving == number:
                     await self._frame_done.wait()
-        except (TimeoutError, ConnectionLost):
-            self._fail(ConnectionLost("a cancelled transfer did not stop"))
-            if self._reader is not None:
-                self._reader.cancel()
+        except BaseException as error:  # also if it is cancelled again meanwhile
+            self.give_up("a cancelled transfer did not stop")
+            if not isinstance(error, TimeoutError | ConnectionLost):
+                raise
 
     def _raise_if_lost(self) -> None:
         if self.lost is not None:

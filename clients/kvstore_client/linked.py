@@ -71,20 +71,20 @@ class _Run(ABC, Generic[J]):
             await self._stop(lanes)
 
     async def _stop(self, lanes: list[asyncio.Task[None]]) -> None:
-        ours: list[asyncio.Task[None]] = [task for ask, task in self._work.items() if not ask.second]
         for ask, task in self._work.items():
             if ask.second:
                 self._pool.adopt(task)  # it writes in its own buffer: nobody needs to wait until its connection is quiet
-            task.cancel()
-        for task in (*lanes, *self._losing.values()):
-            task.cancel()
-        while waiting := [task for task in (*ours, *lanes, *self._losing.values()) if not task.done()]:
+        ours: list[asyncio.Task[None]] = [*lanes, *self._losing.values(), *(task for ask, task in self._work.items() if not ask.second)]
+        for task in (*ours, *self._work.values()):
+            _end(task)
+        cancelled: asyncio.CancelledError | None = None
+        while waiting := [task for task in ours if not task.done()]:
             try:
                 await asyncio.wait(waiting)
-            except asyncio.CancelledError:
-                for task in waiting:
-                    task.cancel()
-                raise
+            except asyncio.CancelledError as error:  # they end soon: until then they may touch the caller's buffer
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     # --- lanes ---------------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class _Run(ABC, Generic[J]):
             mine = {task for ask, task in self._work.items() if ask.lane == slot}
             connection.give_up(why)
             for task in mine:
-                task.cancel()
+                _end(task)
             if mine:
                 await asyncio.wait(mine)
             link = self._pool.link(slot)
@@ -171,6 +171,12 @@ class _Run(ABC, Generic[J]):
         self._pool.link(ask.lane).stripes += 1
 
 
+def _end(task: "asyncio.Task[None]") -> None:
+    """Cancel a task, once: a fetch that is being cancelled waits until its buffer is left alone, and is not to be hurried."""
+    if not task.cancelling():
+        task.cancel()
+
+
 class _Fetch(_Run[Stripe]):
     twice = True
 
@@ -203,7 +209,7 @@ class _Fetch(_Run[Stripe]):
                 if other is not ask and other.job is stripe and not other.second:
                     if self._dealer.stalled(other.lane, time.monotonic()):
                         self._lose(other.lane, "its link has stalled")  # and it is dialled again
-                    task.cancel()
+                    _end(task)
                     await asyncio.wait([task])
                     if (cut := self._connections.get(other.lane)) is not None and cut.lost is not None:
                         self._lose(other.lane, cut.lost.message, works=True)
@@ -224,7 +230,7 @@ class _Fetch(_Run[Stripe]):
         """Whoever else has this stripe need not bring it any more."""
         for ask, task in list(self._work.items()):
             if ask is not done and ask.job is done.job:
-                task.cancel()
+                _end(task)
 
 
 class _Copy:
