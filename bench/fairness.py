@@ -166,6 +166,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--congestion", help="TCP congestion control, for example cubic [default: the system's]")
     parser.add_argument("--part", choices=["bulk", "small"], help=argparse.SUPPRESS)
     parser.add_argument("--endpoint", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=1, help=argparse.SUPPRESS)
@@ -175,12 +176,21 @@ def main() -> None:
         return
     if settings.quick:
         settings.repetitions, settings.seconds = 3, 5.0
-    shown = {"mbit": MBIT, "every_ms": EVERY_S * 1e3, "seconds": settings.seconds, "bulk_clients": 2, "connections": 2}
+    shown = {
+        "mbit": MBIT,
+        "every_ms": EVERY_S * 1e3,
+        "seconds": settings.seconds,
+        "bulk_clients": 2,
+        "connections": 2,
+        "congestion": settings.congestion,
+    }
     report = Report("fairness", {**shown, "cached": "blobs in the daemon's DRAM", "verified": "both ends"})
     try:
         hosts = LinkedHosts([MBIT])
     except OSError as error:
         sys.exit(f"no network namespaces with limited links can be made here (it takes root): {error}")
+    if settings.congestion:
+        hosts.congestion(settings.congestion)
     with hosts, tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
         arguments_ = ("--host", hosts.far_addresses[0], "--insecure", "--dram", "1GiB", "--ssd", "2GiB")
         daemon = DaemonProcess(Path(folder) / "data", *arguments_, within=hosts.on("far")).wait_ready()

@@ -71,6 +71,15 @@ class LinkedHosts:
                 "rate", f"{int(mbit * 1000)}kbit", "burst", f"{_BURST_KB}kb", "latency", f"{_QUEUE_MS}ms",
             )  # fmt: skip
 
+    def congestion(self, name: str) -> None:
+        """Have new TCP connections between them use another congestion control."""
+        for host, addresses in (("near", self.near_addresses), ("far", self.far_addresses)):
+            for n, address in enumerate(addresses):
+                _run(
+                    "ip", "-n", self._names[host], "route", "replace", f"10.91.{n}.0/24", "dev", f"l{n}",
+                    "proto", "kernel", "scope", "link", "src", address, "congctl", name,
+                )  # fmt: skip
+
     def cut(self, link: int) -> None:
         """Pull the plug, at the far end: nobody is told."""
         _run("ip", "-n", self._names["far"], "link", "set", f"l{link}", "down")
