@@ -346,8 +346,10 @@ class Connection:
         async with self._write_lock:
             if self._running[request].cancelled:
                 raise Cancelled("the request was cancelled")
-            turn = None if self._traffic is None or self._running[request].urgent else self._traffic.turn
-            return await self._sent_whole(self.channel.send_pieces(FrameType.DATA, request, meta, pieces, promised, turn))
+            frame = FrameType.DATA, request, meta, pieces, promised
+            if self._traffic is None or self._running[request].urgent:
+                return await self._sent_whole(self.channel.send_pieces(*frame))
+            return await self._sent_whole(self.channel.send_pieces(*frame, self._traffic.turn, self._traffic.step))
 
     async def send_at_once(self, gather: Callable[[], list[bytes | memoryview] | None]) -> bool:
         """Send what `gather` returns, which is called when it can be sent; False if that is nothing."""

@@ -12,10 +12,11 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 
 from kvstore.api.wire import Channel
+from kvstore.api.wire.channel import SEND
 
 INTERACTIVE, BULK = "interactive", "bulk"
 
@@ -28,6 +29,8 @@ _STUCK_S = 0.05
 _HELD_S = 0.4
 _LET_S = 0.1
 """After bulk was held back for so long, it has so long for itself, whatever is interactive."""
+_STEP = 128 << 10
+"""How much bulk is sent between two looks then."""
 _LEAST_AHEAD = 64 << 10
 _MOST_AHEAD = 1 << 20
 _AHEAD_S = 0.002
@@ -70,6 +73,11 @@ class LinkTraffic:
         """Whether there is bulk under way."""
         return bool(self._bulk)
 
+    @property
+    def step(self) -> int:
+        """So much bulk is sent between two looks whether it may go on."""
+        return SEND if time.monotonic() >= self._alert_until else _STEP
+
     @contextlib.contextmanager
     def fetching(self, channel: Channel, priority: str, bytes_s: float) -> Iterator[None]:
         """While a fetch is answered over a channel, at about so many bytes a second."""
@@ -107,8 +115,11 @@ class LinkTraffic:
             self._short.add(channel)
             _set_lowat(channel.sock, self._ahead[channel])
 
-    async def turn(self, channel: Channel) -> None:
-        """Wait until bulk may send its next piece over a channel."""
+    def turn(self, channel: Channel) -> Awaitable[None] | None:
+        """What to wait for until bulk may send its next piece over a channel; None if it may now."""
+        return self._turn(channel) if self._urgent else None
+
+    async def _turn(self, channel: Channel) -> None:
         while self._urgent and self._must_wait(channel):  # noqa: ASYNC110 - the kernel tells nobody when it has sent something off
             await asyncio.sleep(_LOOK_S)
 

@@ -20,7 +20,7 @@ _DIRECT = 4 << 10
 """Reads of at least so many bytes go straight to their destination."""
 _GATHER = 64
 _BULK = 16 << 10
-_SEND = 512 << 10
+SEND = 512 << 10
 """Bulk is hashed and then sent by so much: in the second-level cache still, and few system calls."""
 _SPINS = 40
 _LOW_WATER = 256 << 10
@@ -259,12 +259,12 @@ class Channel:
 
     async def send_pieces(
         self, frame_type: FrameType, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None],
-        turn: Callable[["Channel"], Awaitable[None]] | None = None,
+        turn: Callable[["Channel"], Awaitable[None] | None] | None = None, step: int = SEND,
     ) -> list[bytes]:  # fmt: skip
         """A bulk frame: pieces, hashed as they go out, then one digest each. Returns the digests computed.
 
-        `promised` holds the digest to send for a piece where one is on record; otherwise the computed one is sent. With a `turn`, that is
-        waited for before every chunk.
+        `promised` holds the digest to send for a piece where one is on record; otherwise the computed one is sent. `turn` is asked
+        before every `step` bytes what to wait for, if for anything.
         """
         total = sum(len(p) for p in pieces)
         pending: list[bytes | memoryview] = [encode_bulk(frame_type, request, meta, total, len(pieces))]
@@ -272,14 +272,14 @@ class Channel:
         digests: list[bytes] = []
         for piece in pieces:
             hasher = PieceHasher(piece, [len(piece)])
-            for start in range(0, len(piece), _SEND):
-                end = min(start + _SEND, len(piece))
+            for start in range(0, len(piece), step):
+                end = min(start + step, len(piece))
                 hasher.advance(end)
                 pending.append(piece[start:end])
                 waiting += end - start
-                if waiting >= _SEND:
-                    if turn is not None:
-                        await turn(self)
+                if waiting >= step:
+                    if turn is not None and (waiting_for := turn(self)) is not None:
+                        await waiting_for
                     await self.send(pending)
                     pending, waiting = [], 0
             digests += hasher.digests
