@@ -90,17 +90,21 @@ class _Run(ABC, Generic[J]):
 
     async def _hold(self, slot: int) -> None:
         """Keep a connection in a slot, for as long as the run lasts."""
-        link = self._pool.link(slot)
+        link, failed = self._pool.link(slot), False
         while True:
             if link.resting and slot not in self._opening:
                 await asyncio.sleep(link.rests_s)
+            elif failed:
+                await asyncio.sleep(_TICK_S)
             try:
                 connection = await self._pool.connection(slot)
             except KVStoreError as error:
                 self._error, self._failed = error, self._failed or not isinstance(error, ConnectionLost)
                 self._opening.discard(slot)
                 self._woken.set()
+                failed = True
                 continue
+            failed = False
             self._opening.discard(slot)
             self._connections[slot] = connection
             self._gone[slot].clear()
