@@ -60,7 +60,7 @@ class Iperf:
                     "-l",
                     "1M",
                     "-t",
-                    str(seconds),
+                    str(max(1, round(seconds))),
                     "-J",
                     *(["-R"] if get else []),
                 ],
@@ -176,10 +176,10 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--mib", type=int, default=512, help="bytes of a fetch and of a put; a multiple of 64")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.5, help="of each run of iperf3")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each run of iperf3, in whole ones")
     settings = parser.parse_args()
     if settings.quick:
-        settings.mib, settings.repetitions, settings.seconds = 256, 3, 1.5
+        settings.mib, settings.repetitions, settings.seconds = 256, 3, 2.0
     if shutil.which("iperf3") is None:
         sys.exit("this is measured beside iperf3, which is not installed (Debian: apt-get install iperf3)")
     shown = {"links": LINKS, "mbit": MBIT, "MiB": settings.mib, "iperf3_seconds": settings.seconds, "streams_a_link": 1}
