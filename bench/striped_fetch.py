@@ -57,7 +57,20 @@ class Iperf:
 
     def measure(self, streams: int, seconds: float) -> float:
         """GiB/s received."""
-        command = ["iperf3", "-c", "127.0.0.1", "-p", str(self.port), "-l", "1M", "-P", str(streams), "-t", str(seconds), "-J"]
+        command = [
+            "iperf3",
+            "-c",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+            "-l",
+            "1M",
+            "-P",
+            str(streams),
+            "-t",
+            str(max(1, round(seconds))),
+            "-J",
+        ]  # it knows whole seconds only, and 0 is for ever
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         received: float = json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]
         return received / 8 / GIB
