@@ -271,12 +271,20 @@ def test_a_wrong_part_size_or_place(raw: RawClient, page: int, part: int, first:
     assert raw.alive()
 
 
-def test_slices_sent_twice_spoil_the_put(daemon: DaemonProcess, raw: RawClient) -> None:
+def test_other_slices_in_the_same_place_spoil_the_put(daemon: DaemonProcess, raw: RawClient) -> None:
     ready = start_put(raw, 430)
     send_all(raw, ready, 430)
     raw.send_raw(slices_frame(ready.handle, 0, 0, 0, [bytes(4096)]))
-    assert raw.error().code == "bad_request"
     assert code(raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "bad_request"
+
+
+def test_the_same_slices_may_come_again(daemon: DaemonProcess, raw: RawClient) -> None:
+    ready = start_put(raw, 440)
+    send_all(raw, ready, 440)
+    raw.send_raw(slices_frame(ready.handle, 0, 0, 0, page_slices(440, 0)))
+    assert raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))[0].type is FrameType.COMMITTED
+    with Client(daemon.endpoint, connections=1) as client:
+        client.namespace("pages").delete(context(440))  # the fixture wants DRAM as it was before
 
 
 def test_slices_of_no_put(raw: RawClient) -> None:
