@@ -194,7 +194,7 @@ class Put:
         return bool(self._received[row, base : base + slices].all())
 
     def check_again(self, page: int, part: int, first_slice: int, claimed: bytes) -> None:
-        """Slices that have arrived came once more, with these digests. If they are others, the put is spoilt: nobody knows which are meant."""
+        """Slices that have arrived came once more, with these digests. If they are others, the put is spoilt."""
         table = self._layouts[part].payload_bytes + first_slice * DIGEST_BYTES
         if not self.closed and claimed != self._view(page - self.first_page, part)[table : table + len(claimed)]:
             self.fail(BadRequest(f"slices of page {page}, part {part} were sent twice, and differ"))
