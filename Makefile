@@ -10,7 +10,10 @@ SGLANG := .venv-sglang
 PEERS := .venv-peers
 VLLM := .venv-vllm
 
-.PHONY: demo factory test test-oracle test-engines test-engines-vllm test-engines-lmcache test-engines-sglang openapi crash cuts flips fuzz soak lint format bench bench-peers lock clean
+.PHONY: help demo factory test test-oracle test-engines test-engines-vllm test-engines-lmcache test-engines-sglang openapi crash cuts flips fuzz soak lint format bench bench-peers lock clean
+
+help: ## Say what the targets do
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
 
 demo: $(STAMP) ## Run the main job: workers replay a real trace against a real daemon, every byte checked
 	$(BIN)/python -m kvstore_workers.demo $(ARGS)

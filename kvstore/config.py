@@ -209,7 +209,7 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None, environment:
             merged |= tomllib.loads(file.read_text())
             if "tokens" in merged:
                 raise BadRequest(f"the configuration file {file} has `tokens`: put them into a file of their own, named by tokens_file")
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise BadRequest(f"the configuration file {file} can't be read: {error}") from error
     merged |= _from_environment(os.environ if environment is None else environment)
     merged |= {name: value for name, value in flags.items() if value is not None}

@@ -1,6 +1,7 @@
 """The asynchronous client: one daemon, reached over several connections."""
 
 import asyncio
+import logging
 import os
 import ssl
 from collections.abc import AsyncIterator, Sequence
@@ -8,7 +9,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
 
-from kvstore.api.wire import BadRequest, DeadlineExceeded, FrameType, KVSpec, NotFound
+from kvstore.api.wire import BadRequest, ConnectionLost, DeadlineExceeded, FrameType, KVSpec, NotFound
 from kvstore.api.wire.messages import (
     CreateNamespace,
     Empty,
@@ -27,7 +28,11 @@ from kvstore_client.pool import Pool
 from kvstore_client.same_host import SameHost
 from kvstore_client.times import milliseconds
 
+_log = logging.getLogger("kvstore.client")
+
 DEFAULT_ENDPOINT = "127.0.0.1:7421"
+_RELEASE_S = 5.0
+"""How long it is tried to give a lease back."""
 
 
 class AsyncClient:
@@ -176,11 +181,12 @@ class AsyncClient:
         return [Namespace(self, info) for info in found.items]
 
     async def release(self, lease: int) -> None:
-        """End a lease. Harmless if it is over already."""
+        """End a lease. Harmless if it is over already, or the daemon can't be reached: then it ends with the session, or by its time."""
+        message = LeaseRequest(lease=lease, **self._same_host.copied.take())
         try:
-            await self.call(FrameType.LEASE_RELEASE, LeaseRequest(lease=lease, **self._same_host.copied.take()), Empty)
-        except NotFound:
-            pass  # it expired, or went with its session: what was asked for has happened
+            await self.call(FrameType.LEASE_RELEASE, message, Empty, timeout=min(self.timeout, _RELEASE_S))
+        except (NotFound, ConnectionLost, DeadlineExceeded) as error:  # raised at the end of a `with`, it would hide what ended that
+            _log.debug("lease %d was not given back: %s", lease, error)
 
     async def renew(self, lease: int, lease_s: float) -> None:
         """Let a lease last `lease_s` seconds from now. Raises NotFound if it is over."""

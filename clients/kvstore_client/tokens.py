@@ -12,12 +12,15 @@ Extras = Mapping[int, bytes]
 
 
 def token_view(tokens: Tokens) -> memoryview:
-    """The bytes of tokens, not copied. Raises BadRequest for an array that is not one-dimensional uint32."""
+    """The bytes of tokens, not copied. Raises BadRequest for what is neither a one-dimensional array of uint32 nor bytes."""
     if isinstance(tokens, np.ndarray):
         if tokens.dtype != np.uint32 or tokens.ndim != 1:
             raise BadRequest(f"tokens are a {tokens.ndim}-d array of {tokens.dtype}; give a 1-d array of uint32")
         return np.ascontiguousarray(tokens).data.cast("B")
-    return memoryview(tokens).cast("B")
+    try:
+        return memoryview(tokens).cast("B")
+    except TypeError:
+        raise BadRequest(f"tokens are a {type(tokens).__name__}; give an array: np.asarray(token_ids, np.uint32)") from None
 
 
 def with_extras(view: memoryview, extras: Extras | None, pages: int | None = None) -> tuple[list[int], bytes | memoryview]:

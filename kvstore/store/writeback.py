@@ -380,7 +380,7 @@ class Writeback:
         for space in spaces:
             space.clear_wanted()
         if missing > 0:
-            return NoSpace("the SSD tier is full, and what is there is leased or retained")
+            return NoSpace("the SSD tier is full, and what is there is leased, or durable and kept for retention_s of its namespace")
         return None
 
     def _finish(self, batch: _Batch, failure: KVStoreError | None) -> None:

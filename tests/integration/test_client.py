@@ -184,6 +184,26 @@ def test_a_client_outlives_a_restart_of_its_daemon(data_dir: Path) -> None:
     restarted[0].stop()
 
 
+def test_the_end_of_a_match_hides_nothing(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease can't be given back to a daemon that is gone: what ended the block is told, not that."""
+    monkeypatch.setattr("kvstore_client.client._RELEASE_S", 0.2)
+    with DaemonProcess(data_dir, "--dram", "16MiB", "--ssd", "64MiB") as daemon, Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        namespace.put(context(1), content(context(1)))
+        match = namespace.match(context(1))
+        daemon.kill()
+        with pytest.raises(ValueError, match="mine"), match:
+            raise ValueError("mine")
+
+
+def test_tokens_that_are_none(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        for tokens in ([1, 2, 3], "text", None, np.zeros(4)):
+            with pytest.raises(BadRequest, match="uint32"):
+                namespace.match(tokens)  # type: ignore[arg-type]
+
+
 def test_a_fetch_outlives_a_kill_of_its_daemon(data_dir: Path) -> None:
     """Killed in the middle of the fetch, and started again: the rest comes, and every layer group is announced once."""
     flags = ("--dram", "64MiB", "--ssd", "256MiB", "--unix-socket", str(data_dir.parent / "s"))
