@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import Hints, KVSpec, PartRange
+from kvstore.api.wire import BadRequest, Hints, KVSpec, PartRange
 from kvstore_client.blocking_streams import Follower, PutStream, Session
 from kvstore_client.blocking_text import BlockingTextCalls
 from kvstore_client.buffers import SharedBuffer
@@ -37,7 +37,10 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end; an interrupt of the caller cancels it."""
+        """Run a coroutine to its end; an interrupt of the caller cancels it. Raises BadRequest after `stop`."""
+        if self._loop.is_closed():
+            work.close()
+            raise BadRequest("this client was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -45,8 +48,15 @@ class _LoopThread:
             future.cancel()
             raise
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended."""
+        return self._loop.is_closed()
+
     def stop(self) -> None:
         """End the loop and its thread."""
+        if self._loop.is_closed():
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -99,9 +109,15 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; the daemon ends this client's leases and puts."""
-        self._thread.run(self._client.close())
-        self._thread.stop()
+        """Close all connections; the daemon ends this client's leases and puts. Once is enough."""
+        if not self._thread.stopped:
+            self._thread.run(self._client.close())
+            self._thread.stop()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called; all leases are over then."""
+        return self._thread.stopped
 
     @property
     def inner(self) -> AsyncClient:
@@ -203,8 +219,9 @@ class Match:
         self._client.run(self.inner.renew(lease_s))
 
     def release(self) -> None:
-        """End the lease."""
-        self._client.run(self.inner.release())
+        """End the lease. Harmless if it is over already."""
+        if not self._client.closed:
+            self._client.run(self.inner.release())
 
     def __enter__(self) -> "Match":
         return self

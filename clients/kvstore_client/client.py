@@ -182,6 +182,8 @@ class AsyncClient:
 
     async def release(self, lease: int) -> None:
         """End a lease. Harmless if it is over already, or the daemon can't be reached: then it ends with the session, or by its time."""
+        if self._pool.closed:
+            return
         message = LeaseRequest(lease=lease, **self._same_host.copied.take())
         try:
             await self.call(FrameType.LEASE_RELEASE, message, Empty, timeout=min(self.timeout, _RELEASE_S))

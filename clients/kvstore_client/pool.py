@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kvstore.api.wire import Conflict, ConnectionLost, FrameType, KVStoreError, NotFound
+from kvstore.api.wire import BadRequest, Conflict, ConnectionLost, FrameType, KVStoreError, NotFound
 from kvstore.api.wire.messages import Close, Empty
 from kvstore_client.connection import Connection
 from kvstore_client.links import Link, dial, make_links
@@ -45,6 +45,8 @@ class Pool:
         self._no_express_before = 0.0
         self._session_lock = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
+        self.closed = False
+        """Whether `close` was called: no connection is made any more."""
 
     @property
     def several(self) -> bool:
@@ -85,6 +87,7 @@ class Pool:
 
     async def close(self) -> None:
         """Close all connections."""
+        self.closed = True
         open_ones = [connection for connection in self._slots if connection is not None]
         self._slots = [None] * len(self._slots)
         await asyncio.gather(*(connection.close() for connection in open_ones))
@@ -156,6 +159,8 @@ class Pool:
         await asyncio.shield(task)
 
     async def _open(self, link: Link) -> Connection:
+        if self.closed:
+            raise BadRequest("this client was closed")
         sock = await dial(link, alone=not self.several)  # not in turn: one link that does not answer must not hold up the others
         async with self._session_lock:
             try:

@@ -93,7 +93,8 @@ class PutStream:
         offsets = self._layout.offsets
         if not 0 <= low < high or low not in offsets or high not in offsets:
             raise BadRequest(
-                f"layers [{layer_lo}, {layer_hi}) do not begin and end with slices, which are of {self._layout.sizes[0]} bytes"
+                f"layers [{layer_lo}, {layer_hi}) do not begin and end with slices, which are of {self._layout.sizes[0]} bytes: "
+                "a KVSpec with group_layers=n has slices of n layers"
             )
         source = memoryview(data).cast("B")
         if len(source) != (last_page - first_page) * (high - low):

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from kvstore.api.wire import MAX_BULK_PAYLOAD, ConnectionLost, FrameType, NotFound
+from kvstore.api.wire import MAX_BULK_PAYLOAD, BadRequest, ConnectionLost, FrameType, NotFound
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutReady, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.linked import fetch_linked, send_linked
@@ -121,7 +121,7 @@ async def abort_put(pool: Pool, handle: int, carrier: Connection | None = None) 
         async with asyncio.timeout(1):
             connection = carrier if carrier is not None and carrier.lost is None else await pool.first()
             await connection.call(FrameType.ABORT, PutHandle(handle=handle), Empty)
-    except (ConnectionLost, NotFound, TimeoutError):
+    except (BadRequest, ConnectionLost, NotFound, TimeoutError):  # BadRequest: the client was closed
         pass  # then the daemon ends it with the session, or by its own time limit
 
 

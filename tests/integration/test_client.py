@@ -196,6 +196,26 @@ def test_the_end_of_a_match_hides_nothing(data_dir: Path, monkeypatch: pytest.Mo
             raise ValueError("mine")
 
 
+def test_a_closed_client_says_so(daemon: DaemonProcess) -> None:
+    client = Client(daemon.endpoint)
+    namespace = open_namespace(client)
+    match = namespace.match(context(1))
+    client.close()
+    client.close()
+    for call in (lambda: namespace.match(context(1)), client.namespaces):
+        with pytest.raises(BadRequest, match="closed"):
+            call()
+    match.release()
+
+
+async def test_a_closed_asynchronous_client_says_so(daemon: DaemonProcess) -> None:
+    async with AsyncClient(daemon.endpoint) as client:
+        match = await (await client.namespace("pages", "rev-1", SPEC)).match(context(1))
+    with pytest.raises(BadRequest, match="closed"):
+        await client.ping()
+    await match.release()
+
+
 def test_tokens_that_are_none(daemon: DaemonProcess) -> None:
     with Client(daemon.endpoint) as client:
         namespace = open_namespace(client)
