@@ -151,4 +151,6 @@ class TlsChannel(Channel):
 def _reason(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate does not verify: {error.verify_message}"
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return "what answers does not speak TLS"
     return (error.reason or str(error)).replace("_", " ").lower()
