@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvstore.lmdb_walk import BIG_DATA, BRANCH, NO_PAGE, NODE, OVERFLOW, page_flags, page_nodes, unpack_meta
 
 _MAX_DEPTH = 32
+_MOST_PAGES = 1 << 48
 
 
 class Overtaken(Exception):
@@ -55,6 +56,8 @@ def _from(fd: int, number: int, low: bytes, page_size: int, depth: int = _MAX_DE
     """The values of a subtree whose keys are `low` or come after it."""
     if number == NO_PAGE:
         return
+    if number >= _MOST_PAGES:
+        raise Damaged(f"a page names a page {number}")
     page = os.pread(fd, page_size, number * page_size)
     nodes = page_nodes(page, number) if len(page) == page_size else []
     if not nodes or not depth:
@@ -70,6 +73,8 @@ def _from(fd: int, number: int, low: bytes, page_size: int, depth: int = _MAX_DE
         key_at, value_at, nbytes = at + NODE.size, at + NODE.size + key_bytes, lowest | high << 16
         if flags & BIG_DATA:
             run = int.from_bytes(page[value_at : value_at + 8], "little")
+            if run >= _MOST_PAGES:
+                raise Damaged(f"page {number} names a page {run}")
             yield Place(page[key_at:value_at], run * page_size + OVERFLOW.size, nbytes)
         else:
             yield Place(page[key_at:value_at], number * page_size + value_at, nbytes)

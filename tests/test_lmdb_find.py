@@ -100,3 +100,25 @@ def test_pages_that_are_none(tmp_path: Path) -> None:
         os.pwrite(descriptor, bytes(4096), 4096)
         with pytest.raises(Overtaken):
             find_values(descriptor, transaction, b"")
+
+
+def test_a_page_number_beyond_any_file(tmp_path: Path) -> None:
+    """Each bit of a leaf that names a value's page, flipped: what can't be read says so, and no other error comes."""
+    env = opened(tmp_path)
+    with file_of(env, tmp_path) as descriptor:
+        with env.begin(write=True) as txn:
+            txn.put(b"key", bytes(5000))
+        with env.begin() as txn:
+            transaction = txn.id()
+        (place,) = find_values(descriptor, transaction, b"key")
+        name = ((place.at - 16) // 4096).to_bytes(8, "little")
+        leaves = [at for at in range(0, os.fstat(descriptor).st_size, 4096) if b"key" + name in os.pread(descriptor, 4096, at)]
+        for leaf in leaves:
+            at = leaf + os.pread(descriptor, 4096, leaf).index(b"key" + name) + 3
+            for bit in range(64):
+                os.pwrite(descriptor, (int.from_bytes(name, "little") ^ 1 << bit).to_bytes(8, "little"), at)
+                try:
+                    assert find_values(descriptor, transaction, b"key")[0].at < 1 << 61
+                except Damaged:
+                    assert bit >= 48
+            os.pwrite(descriptor, name, at)

@@ -360,6 +360,7 @@ class Connection:
             if self._broken:
                 raise ConnectionLost("a frame was cut short")
             left = self.channel.send_now(buffers)
+            del buffers  # they lie in segments, which could not be given back while a client reads slowly
             if left:
                 await self._sent_whole(self.channel.send([left]))
         return True
@@ -375,6 +376,9 @@ class Connection:
         except (TimeoutError, asyncio.CancelledError) as error:
             self._broken = True
             raise ConnectionLost("the client does not take what is sent to it") from error
+        except ConnectionLost:
+            self._broken = True
+            raise
 
     async def _send_reply(self, request: int, reply: Reply) -> None:
         if not reply.descriptors:

@@ -120,8 +120,12 @@ class LinkTraffic:
         return self._turn(channel) if self._urgent else None
 
     async def _turn(self, channel: Channel) -> None:
-        while self._urgent and self._must_wait(channel):  # noqa: ASYNC110 - the kernel tells nobody when it has sent something off
+        until = time.monotonic() + _HELD_S
+        while self._urgent and self._must_wait(channel):
             await asyncio.sleep(_LOOK_S)
+            if time.monotonic() >= until:  # also where looks are far apart, because the loop is busy
+                self._let_until = time.monotonic() + _LET_S
+                return
 
     def _forget(self, now: float) -> None:
         """Those that were sent off, or are stuck."""

@@ -80,14 +80,14 @@ def _note_copied(context: Context, message: LeaseRequest) -> None:
 
 
 def _renew(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
-    _note_copied(context, message)
     lease = context.store.renew_lease(context.session.owner, message.lease, message.lease_ms / 1000)
+    _note_copied(context, message)
     return Reply(FrameType.LEASED, Leased(lease=lease.id, lease_ms=message.lease_ms))
 
 
 def _release(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
-    _note_copied(context, message)
     context.store.release_lease(context.session.owner, message.lease)
+    _note_copied(context, message)
     return OK
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvstore.api.sessions import Session
 from kvstore.api.streaming import Asked, corrupt
-from kvstore.api.wire import DATA_META, MAX_PIECES, FrameType, check_run, cut, encode, pack
+from kvstore.api.wire import DATA_META, FrameType, check_run, cut, encode, pack
 from kvstore.api.wire.frames import encode_bulk
 from kvstore.api.wire.messages import Fetched
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
@@ -16,6 +16,9 @@ from kvstore.store import Store
 
 SMALL_BYTES = 512 << 10
 SMALL_RUNS = 256
+SMALL_PIECES = 1024
+SMALL_HASHED = 4 << 20
+"""Bytes of slices to be verified for it: a byte of a slice takes all of the slice."""
 
 Buffers = list[bytes | memoryview]
 
@@ -33,6 +36,8 @@ class Peer(Protocol):
 async def fetch_small(connection: Peer, request: int, asked: Asked) -> bool:
     """Answer a FETCH, if it is small and all of it is in DRAM. Raises as `stream_fetch`; then nothing was sent."""
     if asked.provisional or asked.nbytes > min(SMALL_BYTES, asked.frame_bytes or SMALL_BYTES) or len(asked.runs) > SMALL_RUNS:
+        return False
+    if sum(run.segments for run in asked.runs) > SMALL_PIECES:
         return False
     store = connection.store
     store.quotas.start_fetch(asked.tenant, asked.nbytes)
@@ -61,6 +66,7 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
     pieces: list[memoryview] = []
     trailer: list[bytes] = []
     named: set[int] = set()
+    hashed = 0
     for run in asked.runs:
         row, view = rows[run.blob], stored[run.blob]
         layout = space.blobs.layout_of(row)
@@ -78,6 +84,9 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
                 if slice_digest(whole) != promise:
                     corrupt(store, space, row)
                 verified = piece.slice
+                hashed += len(whole)
+            if hashed > SMALL_HASHED or len(pieces) == SMALL_PIECES:
+                return None
             if piece.whole:
                 pieces.append(whole)
                 trailer.append(promise)
@@ -85,8 +94,6 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
                 part = view[piece.offset : piece.offset + piece.size]
                 pieces.append(part)
                 trailer.append(slice_digest(part))
-        if len(pieces) > MAX_PIECES:
-            return None
     fetched = Fetched(pieces=len(pieces), payload_bytes=asked.nbytes)
     return [
         encode_bulk(FrameType.DATA, request, DATA_META.pack(0), asked.nbytes, len(pieces)),

@@ -11,7 +11,6 @@ from kvstore.api.sessions import Session
 from kvstore.api.wire import (
     DATA_META,
     MAX_BULK_PAYLOAD,
-    MAX_PIECES,
     SLICES_META,
     Channel,
     FrameType,
@@ -20,7 +19,7 @@ from kvstore.api.wire import (
     Run,
     SliceLayout,
     check_run,
-    cut,
+    cut_lazily,
     unpack,
     unpack_provisional,
     unpack_runs,
@@ -35,6 +34,10 @@ _AHEAD = 4
 BEGIN_WAIT_S = 0.05
 """How long a connection waits with slices in hand for the room of a put that is sent at once: long enough to make a segment, and short
 enough for the requests that come behind them."""
+_FRAME_PIECES = 1024
+"""Pieces of a DATA frame at most: some milliseconds of work."""
+_BREATH = 16 << 20
+_PIECE_WORK = 32 << 10
 _PROVISIONAL = -1
 """In place of a blob row: the bytes belong to a put under way."""
 
@@ -207,7 +210,7 @@ async def _send_as_it_arrives(
 ) -> None:
     for run in runs:
         put, page, part, layout = sources[run.blob]
-        for piece in cut(run, layout):
+        for piece in cut_lazily(run, layout):
             while (stored := put.arrived(page, part, piece.slice, piece.slice + 1)) is None:
                 if sender.waiting:
                     await sender.flush()
@@ -295,6 +298,8 @@ class _Sender:
         self._named: set[int] = set()
         """Rows whose digest table was found to be the one that their id names, in the bytes that this fetch holds."""
         self._verified: tuple[int, int] | None = None
+        self._work = 0
+        """Since others had a turn: bytes hashed, and pieces as so many bytes."""
 
     @property
     def waiting(self) -> bool:
@@ -315,14 +320,17 @@ class _Sender:
                 self._corrupt(row)
             self._named.add(row)
         self._verified = None
-        for piece in cut(run, layout):
+        for piece in cut_lazily(run, layout):
             if self.full(piece):
                 await self.flush(keep_last=True)
             self.add(piece, layout, stored, row)
+            if self._work > _BREATH:  # many small pieces are much work for few bytes, and no write that waits
+                self._work = 0
+                await asyncio.sleep(0)
 
     def full(self, piece: Piece) -> bool:
         """Whether a piece has no place in the frame any more."""
-        return (bool(self._pieces) and self._bytes + piece.size > self._frame_bytes) or len(self._pieces) >= MAX_PIECES
+        return (bool(self._pieces) and self._bytes + piece.size > self._frame_bytes) or len(self._pieces) >= _FRAME_PIECES
 
     def add(self, piece: Piece, layout: SliceLayout, stored: memoryview, row: int = _PROVISIONAL) -> None:
         """Gather a piece of the stored form of a blob, or of a part of a put under way."""
@@ -333,6 +341,8 @@ class _Sender:
             if slice_digest(whole) != promise:
                 self._corrupt(row)
             self._verified = (row, piece.slice) if row != _PROVISIONAL else None
+            self._work += len(whole)
+        self._work += _PIECE_WORK
         self._pieces.append(stored[piece.offset : piece.offset + piece.size])
         self._promised.append(promise if piece.whole else None)
         self._owners.append(row)

@@ -18,7 +18,7 @@ from kvstore.api.wire.frames import (
     encode,
 )
 from kvstore.api.wire.messages import pack, unpack
-from kvstore.api.wire.runs import Piece, Run, check_run, cut, pack_provisional, pack_runs, unpack_provisional, unpack_runs
+from kvstore.api.wire.runs import Piece, Run, check_run, cut, cut_lazily, pack_provisional, pack_runs, unpack_provisional, unpack_runs
 from kvstore.api.wire.tls import TlsChannel, client_context
 from kvstore.digests import DIGEST_BYTES, blob_id, extra_digest, slice_digest
 from kvstore.drift import Drift, measure
@@ -54,7 +54,7 @@ __all__ = [
     "ConnectionLost", "Corrupt", "DeadlineExceeded", "DiskFailing", "Drift", "Ended", "Forbidden", "FrameType", "Header", "Hints",
     "KVSpec", "KVStoreError", "MissingParent", "NoSpace", "NotFound", "PartRange", "Piece", "ProtocolError", "RebuildFailed",
     "Run", "SliceLayout", "TlsChannel", "Turn", "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch",
-    "blob_id", "canonical_json", "check_run", "client_context", "cut", "decode_header", "encode", "error_from_code",
+    "blob_id", "canonical_json", "check_run", "client_context", "cut", "cut_lazily", "decode_header", "encode", "error_from_code",
     "extra_digest", "measure", "pack", "pack_provisional", "pack_runs", "slice_digest", "unpack", "unpack_provisional",
     "unpack_runs",
 ]  # fmt: skip

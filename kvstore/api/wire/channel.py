@@ -11,6 +11,7 @@ from functools import partial
 
 from kvstore.api.wire.frames import HEADER_BYTES, FrameType, Header, decode_header, encode_bulk
 from kvstore.api.wire.incoming import Incoming
+from kvstore.api.wire.outgoing import Outgoing
 from kvstore.api.wire.pieces import CHUNK, PieceHasher
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import ConnectionLost
@@ -40,8 +41,7 @@ class Channel:
         self.sock = sock
         self._loop = asyncio.get_running_loop()
         self._reader = Incoming(sock)
-        self._send_limit: float | None = None
-        self._send_until: float | None = None
+        self._writer = Outgoing(sock)
         self._buffer = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0
         self._spins = 0
@@ -50,8 +50,9 @@ class Channel:
         """What comes before the first frame: nothing on a plain socket."""
 
     def close(self) -> None:
-        """Close the socket. Nobody may be reading from it or writing to it."""
+        """Close the socket; a read or a write under way ends with ConnectionLost."""
         self._reader.close()
+        self._writer.close()
         self.sock.close()
 
     def bound_reads(self, seconds: float | None) -> None:
@@ -60,7 +61,7 @@ class Channel:
 
     def bound_writes(self, seconds: float) -> None:
         """How long the peer may take in all over what is written from now on. Raises TimeoutError there."""
-        self._send_limit, self._send_until = seconds, None
+        self._writer.bound(seconds)
 
     # --- reading -------------------------------------------------------------------------------------------------------
 
@@ -249,13 +250,14 @@ class Channel:
 
     async def _send_all(self, view: memoryview | bytes) -> None:
         """Send what the socket did not take at once."""
-        if self._send_limit is None:
-            await self._loop.sock_sendall(self.sock, view)
-            return
-        if self._send_until is None:
-            self._send_until = self._loop.time() + self._send_limit
-        async with asyncio.timeout_at(self._send_until):
-            await self._loop.sock_sendall(self.sock, view)
+        rest = memoryview(view)
+
+        def write() -> bool:
+            nonlocal rest
+            rest = rest[self.sock.send(rest) :]
+            return not rest
+
+        await self._writer.send(write)
 
     async def send_pieces(
         self, frame_type: FrameType, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None],

@@ -7,7 +7,6 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 from kvstore.api.wire.channel import Channel
 from kvstore.errors import Busy, ConnectionLost, ProtocolError
@@ -43,56 +42,46 @@ class DescriptorChannel(Channel):
         """Send buffers with descriptors, which stay the caller's. Raises Busy, with nothing sent, if too many are under way."""
         views = [memoryview(b) for b in buffers if len(b)]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-        while True:
-            try:
-                sent = self.sock.sendmsg(views[:1], rights)
-                break
-            except BlockingIOError:
-                await self._writable()
-            except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:  # of this user, in all sockets: until somebody takes some
-                    raise Busy("too many descriptors are under way: others don't take theirs", retry_after_ms=1000) from error
-                raise ConnectionLost(f"the connection broke: {error}") from error
+        sent = 0
+
+        def write() -> bool:
+            nonlocal sent
+            sent = self.sock.sendmsg(views[:1], rights)
+            return True
+
+        try:
+            await self._writer.send(write)
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # of this user, in all sockets: until somebody takes some
+                raise Busy("too many descriptors are under way: others don't take theirs", retry_after_ms=1000) from error
+            raise ConnectionLost(f"the connection broke: {error}") from error
         await self.send([views[0][sent:], *views[1:]])
 
     async def _fill(self, *, or_end: bool = False) -> bool:
         """As the channel's, for what may be the beginning of a frame: the only reads that may meet descriptors."""
         self._start = self._end = 0
-        read = partial(self.sock.recvmsg_into, [self._buffer], self._space, socket.MSG_CMSG_CLOEXEC)
         try:
             while self._spins:  # as in Channel._receive_spinning
                 try:
-                    self._end, ancillary, _, _ = read()
+                    self._end = self._read_start()
                     break
                 except BlockingIOError:
                     self._spins -= 1
                     await asyncio.sleep(0)
             else:
-                self._end, ancillary, _, _ = await self._reader.receive(read)
+                self._end = await self._reader.receive(self._read_start)
         except OSError as error:
             raise ConnectionLost(f"the connection broke: {error}") from error
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self._waiting.extend(array.array("i", data[: len(data) - len(data) % _INT]))
         if len(self._waiting) > self._most:
             raise ProtocolError(f"more than {self._most} descriptors wait to be taken")
         if not self._end and not or_end:
             raise ConnectionLost("the peer closed the connection in the middle of a frame")
         return self._end > 0
 
-    async def _writable(self) -> None:
-        """Until the socket can be written: the loop has no call for messages with descriptors."""
-        ready: asyncio.Future[None] = self._loop.create_future()
-        fd = self.sock.fileno()
-        if fd < 0:
-            raise ConnectionLost("the connection was closed")
-        self._loop.add_writer(fd, _set, ready)
-        try:
-            await ready
-        finally:
-            self._loop.remove_writer(fd)
-
-
-def _set(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
+    def _read_start(self) -> int:
+        """Takes over descriptors in the moment they come: a task that is cancelled then would lose them."""
+        count, ancillary, _, _ = self.sock.recvmsg_into([self._buffer], self._space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._waiting.extend(array.array("i", data[: len(data) - len(data) % _INT]))
+        return count

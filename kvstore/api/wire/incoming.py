@@ -46,7 +46,7 @@ class Incoming:
         if self._limit is not None:
             if self._until is None:
                 self._until = self._loop.time() + self._limit
-            timer = self._loop.call_at(self._until, _late, done)
+            timer = self._loop.call_at(self._until, late, done)
         self._read, self._done = read, done
         try:
             return cast(T, await done)
@@ -58,7 +58,7 @@ class Incoming:
     def _readable(self) -> None:
         done, read = self._done, self._read
         if done is None or read is None:  # more has come than anybody asks for yet: the next wait registers again
-            self.close()
+            self._stop()
             return
         if done.done():
             return
@@ -70,12 +70,19 @@ class Incoming:
             done.set_exception(error)
 
     def close(self) -> None:
-        """Stop watching. Before the socket is closed."""
+        """End what is waited for. Before the socket is closed."""
+        done = self._done
+        self._stop()
+        if done is not None and not done.done():
+            done.set_exception(ConnectionLost("the connection was closed"))
+
+    def _stop(self) -> None:
         if self._watched:
             self._watched = False
             self._loop.remove_reader(self._sock.fileno())
 
 
-def _late(done: "asyncio.Future[Any]") -> None:
+def late(done: "asyncio.Future[Any]") -> None:
+    """It took too long."""
     if not done.done():
         done.set_exception(TimeoutError())

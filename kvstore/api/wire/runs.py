@@ -2,7 +2,7 @@
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -86,6 +86,11 @@ def cut(run: Run, layout: SliceLayout) -> tuple[Piece, ...]:
     if run.segments * layout.count <= _CACHED_PIECES:
         return _cut_alike(run.offset, run.length, run.stride, run.segments, layout)
     return tuple(_cut(run, layout))
+
+
+def cut_lazily(run: Run, layout: SliceLayout) -> Iterable[Piece]:
+    """As `cut`, one after the other where they are many."""
+    return cut(run, layout) if run.segments * layout.count <= _CACHED_PIECES else _cut(run, layout)
 
 
 @lru_cache(maxsize=1024)
