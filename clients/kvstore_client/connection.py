@@ -147,7 +147,9 @@ class Connection:
         await self._channel.send(encode(FrameType.HELLO, 0, pack(hello)))
         found = await self._channel.read_header()
         if found is None:
-            raise ConnectionLost("the daemon closed the connection: it has too many, it is stopping, or it speaks TLS (then the endpoint is tls://HOST:PORT)")
+            raise ConnectionLost(
+                "the daemon closed the connection: it has too many, it is stopping, or it speaks TLS (then the endpoint is tls://HOST:PORT)"
+            )
         header, raw = found
         meta, _ = await self._channel.read_body(header, raw)
         if header.type is FrameType.ERROR:

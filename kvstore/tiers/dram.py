@@ -8,6 +8,7 @@ in it can be moved first (see kvstore/store/vacate.py).
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 from collections import Counter
@@ -124,8 +125,12 @@ def close_segments(segments: Iterable[Segment]) -> None:
         segment.words[STATE] = RETIRED
         segment.words = np.zeros(0, np.uint64)  # or the mapping could not be closed
         segment.view.release()
-        with contextlib.suppress(BufferError):
+        try:
             segment.memory.close()
+        except BufferError:
+            gc.collect()  # a request that broke leaves its views in a cycle with its error: the memory would stay until that is found
+            with contextlib.suppress(BufferError):
+                segment.memory.close()
         os.close(segment.fd)
 
 
