@@ -25,6 +25,11 @@ class EventSettings:
     hashes: HashForm = "int"
     topic: str = DEFAULT_TOPIC
 
+    @property
+    def common_topic(self) -> bytes:
+        """What all topics begin with: the topic of what is about the whole daemon."""
+        return self.topic.partition("{")[0].encode()
+
     def topic_of(self, tenant: str, namespace: str) -> bytes:
         """The topic of a namespace's events. An @ in a name becomes %40, so that topics can be cut at theirs."""
         return self.topic.format(tenant=tenant.replace("@", "%40"), namespace=namespace.replace("@", "%40")).encode()

@@ -72,7 +72,9 @@ class EventPublisher:
             await self._close_sockets()
             raise
         _log.info("KV events on %s%s", endpoint, f", replay on {replay}" if replay else "")
-        for topic in dict.fromkeys([b"kv@", *(self._settings.topic_of(each.tenant, each.name) for each in namespaces)]):
+        for topic in dict.fromkeys(
+            [self._settings.common_topic, *(self._settings.topic_of(each.tenant, each.name) for each in namespaces)]
+        ):
             self._publish(topic, [AllBlocksCleared()])
         self._source.changed = self._changed.set
         self._changed.set()

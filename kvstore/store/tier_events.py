@@ -31,7 +31,9 @@ _TOLD = ColumnSpec("told", "u1")
 """In which tiers the page was said to be."""
 _SCAN_SLOTS = 1 << 16
 _NAMES_TO_SPARE = 16
-_MAX_TOKENS = 1 << 16
+_LEFT_PAGES = 256
+"""Most pages that are told at once to have left."""
+_MAX_TOKENS = 1 << 14
 """Of token ids that are told at once, about."""
 
 
@@ -238,7 +240,9 @@ class _Followed:
         self._to_look -= int(np.count_nonzero(told & _LOOK))
         self._told[slots] = 0
         if (told & _TIERS).any():
-            self._left += self._gone(slots, told)
+            for left in self._gone(slots, told):
+                starts = range(0, len(left.keys), _LEFT_PAGES * KEY_BYTES)
+                self._left += [Left(left.tier, left.keys[at : at + _LEFT_PAGES * KEY_BYTES]) for at in starts]
             self._wake(self)
 
     def dropped(self) -> None:
@@ -298,13 +302,9 @@ class _Followed:
 
     def _take_left(self, pages: int) -> list[Left]:
         taken: list[Left] = []
-        wanted = pages * KEY_BYTES
-        while self._left and wanted > 0:
-            first = self._left.popleft()
-            if len(first.keys) > wanted:
-                self._left.appendleft(Left(first.tier, first.keys[wanted:]))
-            taken.append(Left(first.tier, first.keys[:wanted]))
-            wanted -= len(first.keys)
+        while self._left and pages > 0:
+            taken.append(self._left.popleft())
+            pages -= len(taken[-1].keys) // KEY_BYTES
         return taken
 
     def _gone(self, slots: Slots, tiers: npt.NDArray[np.uint8]) -> list[Left]:

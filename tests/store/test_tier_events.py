@@ -11,7 +11,7 @@ import pytest
 from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key_chain
 from kvstore.errors import KVStoreError
 from kvstore.radix.pages import DURABLE
-from kvstore.store import Ack, Space, Store
+from kvstore.store import Ack, Space, Store, tier_events
 from kvstore.store.check import check
 from kvstore.store.tier_events import DRAM, SSD, Changes, whole_in_dram
 from tests.store import test_store
@@ -123,8 +123,9 @@ async def test_a_namespace_that_is_dropped_and_made_again(tmp_path: Path) -> Non
         assert follower.there == {DRAM: set(keys_of(space, (0, 1))), SSD: set()}
 
 
-async def test_pages_that_move_while_the_journal_is_looked_through(tmp_path: Path) -> None:
+async def test_pages_that_move_while_the_journal_is_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that grows moves to other slots, also to some that were looked at already."""
+    monkeypatch.setattr(tier_events, "_SCAN_SLOTS", 3)
     async with Store(config(tmp_path / "d", events=True)) as store:
         space = await store.create_namespace(settings_named())
         for number in range(6):
@@ -132,14 +133,20 @@ async def test_pages_that_move_while_the_journal_is_looked_through(tmp_path: Pat
     async with Store(config(tmp_path / "d", events=True)) as store:
         space, follower = store.space("default", "ns"), Follower()
         assert store.tier_events is not None
-        for number in range(6):
+        first_slot = {space.tree.pages.find_key(keys_of(space, (number,))[0]): number for number in range(6)}
+        by_slot = [number for _, number in sorted(first_slot.items())]
+        while len(follower.there[SSD]) < 6:
             changes = store.tier_events.take(1)
             assert changes is not None
             follower.apply(changes)
-            await put(store, space, (5 - number, 1, 2, 0, 1), b"v" * 16)
-        follower.follow(store)
+        for number in by_slot[:3]:  # they leave room before the others
+            await store.prefixes.delete(space, tokens_of((number,)), {})
+        grows = by_slot[4]  # where it is, it has none
+        await put(store, space, (grows, 1, 2), b"v" * 16)
+        assert space.tree.pages.find_key(keys_of(space, (grows,))[0]) < min(first_slot) + 6
+        follower.follow(store, 1)
         assert follower.there == truth(space)
-        assert len(follower.there[SSD]) >= 12
+        assert follower.there[SSD] == {key for number in by_slot[3:] for key in keys_of(space, (number, 1))}
 
 
 @pytest.mark.parametrize(("recipes", "asked"), [(True, True), (True, False), (False, True)])
