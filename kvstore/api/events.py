@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -180,4 +181,7 @@ def _listen(socket: "zmq.Socket[bytes]", name: str, endpoint: str, high_water: i
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise BadRequest(f"{name}: can't listen on {endpoint}: {error}. Give another address, or end who listens there") from error
-    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    taken: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    if taken.startswith("ipc://") and not taken.startswith("ipc://@"):
+        Path(taken.removeprefix("ipc://")).chmod(0o600)
+    return taken

@@ -63,7 +63,7 @@ def why(daemon: DaemonProcess, tokens: Tokens) -> tuple[set[int | bytes], set[in
     return {names[p["page"]] for p in pages if p["in_dram"]}, {names[p["page"]] for p in pages if p["on_ssd"]}
 
 
-def test_a_put_is_told_in_the_form_of_vllm(daemon: DaemonProcess, follower: Follower) -> None:
+def test_a_put_is_told_in_the_form_of_vllm(daemon: DaemonProcess, follower: Follower, place: dict[str, str]) -> None:
     tokens = context(1)
     with Client(daemon.endpoint) as client:
         namespace = open_namespace(client)
@@ -77,6 +77,8 @@ def test_a_put_is_told_in_the_form_of_vllm(daemon: DaemonProcess, follower: Foll
     assert [block for event in on_disk for block in event.block_hashes] == hashes(tokens), "parents come first"
     added = [event for event in events if isinstance(event, BlockStored) and event.medium == "CPU"]
     assert [event.parent_block_hash for event in added] == [hashes(tokens)[1]]
+    files = [Path(place[name].removeprefix("ipc://")) for name in ("KVSTORE_EVENTS", "KVSTORE_EVENTS_REPLAY")]
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600] * 2, "others can't connect"
     assert all(batch.data_parallel_rank == 0 for _, _, batch in follower.messages)
     assert all(later == number + 1 for (_, number, _), (_, later, _) in pairwise(follower.messages))
 
@@ -144,7 +146,7 @@ def test_what_was_missed_is_repeated(daemon: DaemonProcess, follower: Follower, 
         follower.until(lambda f: bool(f.where("other")))
     numbers = [number for _, number, _ in follower.messages]
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
-    assert len(numbers) > 8
+    assert len(numbers) >= 7
     for first in (0, numbers[0], numbers[4], numbers[-1]):
         assert [m[1] for m in follower.ask(first)] == [n for n in numbers if n >= first]
     assert [(m[0], m[1]) for m in follower.ask(numbers[2])] == [m[:2] for m in follower.messages[2:]]
