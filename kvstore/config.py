@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from kvstore.api.auth import Tenants
+from kvstore.api.event_settings import DEFAULT_TOPIC, EventSettings, HashForm, check_endpoint, check_topic
 from kvstore.errors import BadRequest
 from kvstore.machine import read_memory
 from kvstore.sizes import Size
@@ -95,6 +96,14 @@ class Config(BaseModel):
     record_max_bytes: Size = Field(1 << 30, ge=1 << 12, description="bytes at which recording ends")
     record_keep: int = Field(8, ge=0, le=1000, description="older recordings of that name that stay beside it, numbered from the newest")
     record_tokens: bool = Field(False, description="record the tokens of prompts too: who reads the file reads the prompts")
+    events: str = Field("", description="ZeroMQ address on which to publish what comes to the tiers and leaves them; see docs/events.md")
+    events_replay: str = Field("", description="ZeroMQ address on which to repeat what was published")
+    events_topic: str = Field(DEFAULT_TOPIC, max_length=200, description="their topic")
+    events_hashes: HashForm = Field("int", description="page keys in them as numbers of 64 bits, or whole (`bytes`)")
+    events_tokens: bool = Field(
+        False, description="tell the token ids of namespaces with recipes in them: who subscribes reads the prompts"
+    )
+    events_insecure: bool = Field(False, description="allow another address than loopback for them")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
     @field_validator("listen", mode="before")
@@ -119,6 +128,12 @@ class Config(BaseModel):
             raise ValueError("tls_cert and tls_key go together, and tls_client_ca with them")
         if self.record is None and self.record_tokens:
             raise ValueError("record_tokens goes with record")
+        if not self.events and (self.events_replay or self.events_tokens):
+            raise ValueError("events_replay and events_tokens go with events")
+        for name in ("events", "events_replay"):
+            if endpoint := getattr(self, name):
+                check_endpoint(name, endpoint, insecure=self.events_insecure)
+        check_topic(self.events_topic)
         if not (self.loopback or self.guarded or self.insecure):
             where = ", ".join((self.host, *self.listen))
             raise ValueError(
@@ -180,7 +195,13 @@ class Config(BaseModel):
             scrub_bytes_s=self.scrub_rate,
             serve_while_loading=True,
             quotas=self.quotas(),
+            events=bool(self.events),
+            event_tokens=self.events_tokens,
         )
+
+    def event_settings(self) -> EventSettings:
+        """How KV events are published, if they are."""
+        return EventSettings(self.events, self.events_replay, self.events_hashes, self.events_topic)
 
 
 def _address(text: str, port: int) -> tuple[str, int]:

@@ -62,7 +62,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
     try:
         await web.SockSite(runner, http_socket, ssl_context=tls).start()
         _log.info("control plane on %s://%s", "http" if tls is None else "https", http_endpoint)
-        async with _recording(config) as recorder, Store(store_config, clock) as store:
+        async with _recording(config) as recorder, Store(store_config, clock) as store, _events(config, store):
             if recorder is not None:
                 recorder.stats = store.stats
                 store.uses.observers.append(recorder)
@@ -110,6 +110,22 @@ def _recording(config: Config) -> contextlib.AbstractAsyncContextManager[Recorde
     if config.record is None:
         return contextlib.nullcontext()
     return Recorder(config.record, max_bytes=config.record_max_bytes, keep=config.record_keep, with_tokens=config.record_tokens)
+
+
+@contextlib.asynccontextmanager
+async def _events(config: Config, store: Store) -> AsyncIterator[None]:
+    """Meanwhile, publish what comes to the tiers and leaves them, if anybody is to know."""
+    if store.tier_events is None:
+        yield
+        return
+    from kvstore.api.events import EventPublisher  # with ZeroMQ, which nobody else needs
+
+    publisher = EventPublisher(store.tier_events, config.event_settings(), store.stats, store.epoch // 1000)
+    await publisher.open([space.settings for space in store.all_spaces()], store.died)
+    try:
+        yield
+    finally:
+        await publisher.close()
 
 
 async def _certificate(config: Config) -> Certificate | None:

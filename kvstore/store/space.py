@@ -156,6 +156,16 @@ class TextTier(Protocol):
         """Consecutive pages have entered the tree, or gained parts."""
 
 
+class Follower(Protocol):
+    """Who is told what becomes of the pages of a namespace in DRAM."""
+
+    def entered(self, keys: bytes, blobs: Slots) -> None:
+        """Consecutive pages have entered the tree, with these blob rows."""
+
+    def moved(self, row: int) -> None:
+        """A blob came to DRAM, or left it."""
+
+
 class _Nobody(Watcher):
     specs = ()
 
@@ -194,6 +204,8 @@ class Space:
         """Whether pages may be discarded only once their recipes are durable."""
         self.text: TextTier | None = None
         """Set by the store if pages have recipes."""
+        self.follower: Follower | None = None
+        """Set by the store if somebody follows where pages are."""
         self.resident_bytes = 0
         self.spoiled: set[int] = set()
         """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""
@@ -225,6 +237,8 @@ class Space:
         self.blobs.slot[row] = slot
         self._arena.set_owner(slot, self.number << OWNER_SHIFT | row)
         self.resident_bytes += self._arena.slot_bytes(slot)
+        if self.follower is not None:
+            self.follower.moved(row)
 
     def clear_slot(self, row: int) -> int:
         """Free a blob's DRAM slot, if it has one. Returns the bytes freed."""
@@ -236,6 +250,8 @@ class Space:
         self.blobs.slot[row] = NO_SLOT
         self.spoiled.discard(row)
         self.resident_bytes -= freed
+        if self.follower is not None:
+            self.follower.moved(row)
         return freed
 
     def spoil(self, row: int) -> None:
@@ -293,6 +309,8 @@ class Space:
         np.add.at(self.blobs.pages, new.blobs[new.blobs >= 0], 1)
         if self.text is not None:
             self.text.entered(self, new.keys)
+        if self.follower is not None:
+            self.follower.entered(new.keys, new.blobs)
 
     def add_parts(self, slots: Slots, blobs: Slots, ranges: tuple[PartRange, ...]) -> None:
         """Give pages optional components that they lack (see TreeStructure.add_parts)."""

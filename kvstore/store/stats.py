@@ -63,6 +63,8 @@ class Stats:
     scrubbed_stored_bytes: int = 0
     scrub_repaired: int = 0
     scrub_unreadable: int = 0
+    event_batches: int = 0
+    event_replays: int = 0
 
     @property
     def written_per_hit_byte(self) -> float:

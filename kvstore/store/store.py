@@ -47,6 +47,7 @@ from kvstore.store.spaces import Spaces
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.store_config import StoreConfig
+from kvstore.store.tier_events import BothWatch, TierEvents
 from kvstore.store.upkeep import Orphans, flush, give_back
 from kvstore.store.uses import Uses
 from kvstore.store.vacate import Vacator
@@ -92,6 +93,9 @@ class Store:
         policies = make_policies(config.policy, config.dram_bytes // _PAGE, config.ssd_bytes // _PAGE, config.ssd_loss)
         self.replacement = Replacement(*policies, self._clock.now)
         self.uses.observers.append(self.replacement)
+        self.tier_events = TierEvents(tokens=config.event_tokens) if config.events else None
+        """Which pages come to and leave which tier, if somebody is to follow."""
+        self._watcher = self.replacement if self.tier_events is None else BothWatch(self.replacement, self.tier_events)
         self.rates = Rates()
         """How fast SSD is read, and pages are fetched."""
         self._matching = Matching(self.leases, self.stats, self.uses, self.rates)
@@ -273,12 +277,12 @@ class Store:
     # --- namespaces ----------------------------------------------------------------------------------------------------
 
     def _new_space(self, number: int, settings: NamespaceSettings) -> Space:
-        space = Space(
-            number, settings, self.config.max_pages, self._arena, self._trash, self.stats, self.config.max_ghosts, self.replacement
-        )
+        space = Space(number, settings, self.config.max_pages, self._arena, self._trash, self.stats, self.config.max_ghosts, self._watcher)
         space.end_holds = self._end_holds
         space.ends = SessionEnds(self.config.max_sessions)
         space.text = self.rebuilding if settings.recipes else None
+        if self.tier_events is not None:
+            self.tier_events.follow(space)
         return space
 
     def _end_holds(self, space: Space, slot: int) -> None:
@@ -318,6 +322,8 @@ class Store:
             await self._put_record(space, settings)
         except BaseException:
             self._spaces.remove(space)  # unless it has been dropped, and created anew, meanwhile
+            if self.tier_events is not None:
+                self.tier_events.dropped(space)
             raise
         return space
 
@@ -353,6 +359,8 @@ class Store:
         """
         space.dropped = True
         self._spaces.remove(space)
+        if self.tier_events is not None:
+            self.tier_events.dropped(space)
         for kind in (self.leases, self.pins):
             for lease in kind.of_space(space):
                 kind.release(lease)

@@ -49,3 +49,7 @@ class StoreConfig:
     serve_while_loading: bool = False
     """Open before all pages are back from the journal; `Store.loading` says how far it is."""
     quotas: Mapping[str, Quota] = field(default_factory=dict)
+    events: bool = False
+    """Whether somebody is to take from `Store.tier_events`."""
+    event_tokens: bool = False
+    """Whether they are told the token ids of namespaces that keep recipes."""

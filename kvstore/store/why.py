@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.columns import distinct
 from kvstore.radix.pages import DURABLE, GHOST, Slots
@@ -11,7 +10,7 @@ from kvstore.radix.tree import Extras
 from kvstore.store.matching import known_path
 from kvstore.store.replacement import Replacement
 from kvstore.store.space import Space
-from kvstore.tiers.blobs import NO_SLOT
+from kvstore.store.tier_events import whole_in_dram
 from kvstore.tiers.policies import Explanation
 
 MAX_PAGES = 1024
@@ -68,7 +67,7 @@ def why(replacement: Replacement, policy: str, space: Space, tokens: bytes, extr
     there = known_path(space, tokens, extras).pages
     slots = tree.path_slots(tree.match_with_ghosts(tokens, extras))
     asked = slots[first : len(slots) if last < 0 else last][:MAX_PAGES]
-    resident = _in_dram(space, asked)
+    resident = whole_in_dram(space, asked)
     candidates = _candidates(space, asked)
     places = replacement.rank(space, candidates.slots) or {}
     explained: list[Explanation | None] = [*replacement.explain(space, asked)] or [None] * len(asked)
@@ -84,17 +83,6 @@ def why(replacement: Replacement, policy: str, space: Space, tokens: bytes, extr
     return Why(policy, there, len(slots) - there, candidates.count, candidates.weight > 1, found)
 
 
-def _in_dram(space: Space, slots: Slots) -> npt.NDArray[np.bool_]:
-    """Which pages are in DRAM with all that makes them pages."""
-    tree = space.tree
-    owner, part = tree.parts.of(tree.pages.part[slots])
-    required = np.left_shift(1, tree.parts.component[part].astype(np.int64)) & tree.rules.required != 0
-    missing = required & (space.blobs.slot[tree.parts.blob[part]] == NO_SLOT)
-    found: npt.NDArray[np.bool_] = (tree.pages.flags[slots] & GHOST) == 0
-    found[owner[missing]] = False
-    return found
-
-
 def _candidates(space: Space, asked: Slots) -> _Candidates:
     """Those that can leave DRAM, or a sample of them with all that were asked about."""
     tree, weight = space.tree, 1.0
@@ -105,7 +93,7 @@ def _candidates(space: Space, asked: Slots) -> _Candidates:
         slots = distinct(np.concatenate([drawn, asked]))
         slots = slots[(tree.pages.node[slots] > 0) & ((tree.pages.flags[slots] & GHOST) == 0)]
         weight = max(1.0, tree.page_count / max(len(slots), 1))
-    return _Candidates(slots[_in_dram(space, slots) & (tree.pages.leases[slots] == 0)], weight)
+    return _Candidates(slots[whole_in_dram(space, slots) & (tree.pages.leases[slots] == 0)], weight)
 
 
 def _place(rank: int | None, candidates: _Candidates) -> str:
