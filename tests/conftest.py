@@ -90,11 +90,6 @@ def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def pytest_xdist_auto_num_workers() -> int | None:
-    """Half as many again as there are cores: tests wait for disks, for time limits, and for processes to come and go."""
-    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else max(2, len(os.sched_getaffinity(0)) * 3 // 2)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes first: the quick ones at the end keep all workers busy until it."""
     items.sort(key=lambda item: item.path.parent.name not in PROCESSES)

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import mmap
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ NO_OWNER = -1
 _SLOT_ALIGN = 256
 _HUGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_COLLECT_EVERY_S = 5.0
+"""A look for cycles takes the whole process some hundredths of a second."""
 _SEGMENT_SHIFT = 32
 _SLOT_MASK = (1 << _SEGMENT_SHIFT) - 1
 _MOST_SHARE, _LEAST_SHARE = 256, 1024
@@ -121,6 +124,7 @@ def create_segment(slot_class: SlotClass, slots: int) -> Segment:
 
 def close_segments(segments: Iterable[Segment]) -> None:
     """Give the memory of segments back to the system. Views still held elsewhere stay readable until they are dropped. Blocking."""
+    held = []
     for segment in segments:
         segment.words[STATE] = RETIRED
         segment.words = np.zeros(0, np.uint64)  # or the mapping could not be closed
@@ -128,10 +132,31 @@ def close_segments(segments: Iterable[Segment]) -> None:
         try:
             segment.memory.close()
         except BufferError:
-            gc.collect()  # a request that broke leaves its views in a cycle with its error: the memory would stay until that is found
-            with contextlib.suppress(BufferError):
-                segment.memory.close()
+            held.append(segment.memory)
         os.close(segment.fd)
+    if held and _collector.due():
+        gc.collect()  # a request that broke leaves its views in a cycle with its error: the memory would stay until that is found
+        for memory in held:
+            with contextlib.suppress(BufferError):
+                memory.close()
+
+
+class _Collector:
+    """Says now and then that it is time to look for cycles, which takes the whole process some hundredths of a second."""
+
+    def __init__(self) -> None:
+        self._last = -_COLLECT_EVERY_S
+
+    def due(self) -> bool:
+        """Whether the last time is long enough ago."""
+        now = time.monotonic()
+        if now - self._last < _COLLECT_EVERY_S:
+            return False
+        self._last = now
+        return True
+
+
+_collector = _Collector()
 
 
 def make_segment(room: Room) -> Segment:

@@ -3,6 +3,7 @@
 After each batch the daemon must answer, hold nothing more than before, have no bug to tell of, and serve the right bytes.
 """
 
+import contextlib
 import select
 import socket
 import time
@@ -165,7 +166,8 @@ class Conversation:
         self._send("PING", b"".join(bytes(b) for b in encode(FrameType.PING, _LAST, pack(Empty()))))
         self._take(_QUIET_S)
         if not self._finished and not self._ended:
-            self._sock.shutdown(socket.SHUT_WR)  # a spoilt length may have swallowed it: then the end must be understood
+            with contextlib.suppress(OSError):  # the daemon may be hanging up in this moment
+                self._sock.shutdown(socket.SHUT_WR)  # a spoilt length may have swallowed it: then the end must be understood
         deadline = time.monotonic() + _HANG_S
         while not self._finished and not self._ended:
             self._take(0.5)
