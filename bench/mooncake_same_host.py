@@ -9,13 +9,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.peers.servers import free_port
+
 _READY_S = 30.0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Mooncake:
@@ -34,10 +30,10 @@ class Mooncake:
             return "there is no mooncake_master and mooncake_client (pip install mooncake-transfer-engine-non-cuda; see --peer-python)"
         folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-mooncake-"))
         peer = cls([], folder)
-        master, client = _free_port(), _free_port()
+        master, client = free_port(), free_port()
         try:
             peer._run("master", str(programs[0]), "--rpc_address=127.0.0.1", f"--rpc_port={master}", "--metrics_host=127.0.0.1",
-                      f"--metrics_port={_free_port()}", "--default_kv_lease_ttl=2000")  # fmt: skip
+                      f"--metrics_port={free_port()}", "--default_kv_lease_ttl=2000")  # fmt: skip
             _wait_for(master)
             peer._run("client", str(programs[1]), "--host=127.0.0.1", f"--port={client}", f"--master_server_address=127.0.0.1:{master}",
                       "--metadata_server=P2PHANDSHAKE", f"--global_segment_size={2 * rotation >> 20} MB", "--protocol=tcp")  # fmt: skip

@@ -100,7 +100,7 @@ def _serve(pipe: Connection, kind: type[Peer], source: Bytes, folder: Path) -> N
         traceback.print_exc()
         try:
             peer.stop()
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  (it is in the log, and what failed first is what the run is told)
             traceback.print_exc()
         pipe.send((f"{error}" or type(error).__name__, None))
     sys.stdout.flush()

@@ -3,6 +3,7 @@
 import shutil
 import socket
 import sys
+from abc import abstractmethod
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,9 @@ class RespPeer(ThreadPeer):
             self.kinds = ("by hand",)
         self._control = RespLink(self.port, self.source, self.target)
 
+    @abstractmethod
     def program(self) -> str:
         """The server. Raises Unavailable."""
-        raise NotImplementedError
 
     def servers(self) -> list[int]:
         return self._servers.pids()
