@@ -34,6 +34,8 @@ class Link:
     """Those that it was asked for, and another link brought, or was asked to bring instead."""
     losses: int = 0
     """Connections that were lost or given up."""
+    store: bytes = b""
+    """To which store it led when it last worked."""
     rates: dict[int, Rate] = field(default_factory=dict, repr=False)
     """By connection: what is known of its speed."""
     _rest_s: float = field(default=0.0, repr=False)

@@ -35,6 +35,7 @@ class Pool:
         self.size = size = max(size, len(self.links))
         self.session = b""
         self.epoch = 0
+        self._store = b""
         self._client = client
         self._token = token
         self._tls = tls
@@ -169,18 +170,26 @@ class Pool:
                 connection = await self._connect(link, b"", await dial(link, alone=not self.several))
                 await self._renewed(link, connection)  # the daemon was restarted, or all our connections broke: begin anew
             self.session, self.epoch = connection.welcome.session, connection.welcome.epoch
+            self._store = link.store = connection.welcome.store
             return connection
 
     async def _renewed(self, link: Link, connection: Connection) -> None:
         """The daemon there knows nothing of our session. Raises Conflict if that is because it is another one."""
-        if self.several and connection.welcome.epoch != self.epoch:
+        right = await self._another(link, connection) if self.several else None
+        if right is not None:
+            await connection.close()
+            raise Conflict(f"{link.endpoint} is another daemon than {right.endpoint}: give addresses of one, or a client for each")
+        self.session = b""
+
+    async def _another(self, link: Link, connection: Connection) -> Link | None:
+        """A link to our daemon, if this connection leads to another one."""
+        if connection.welcome.epoch != self.epoch:
             for slot, other in enumerate(self._slots):
                 if other is not None and other.lost is None and other.welcome.epoch == self.epoch and await _answers(other):
-                    await connection.close()
-                    raise Conflict(
-                        f"{link.endpoint} is another daemon than {self.link(slot).endpoint}: give addresses of one, or a client for each"
-                    )
-        self.session = b""
+                    return self.link(slot)
+        if connection.welcome.store == self._store or link.store == self._store:
+            return None  # with the second, our daemon has got an empty data directory
+        return next((other for other in self.links if other.store == self._store), None)
 
     async def _connect(self, link: Link, session: bytes, sock: socket.socket) -> Connection:
         return await Connection.open(link.endpoint, session=session, client=self._client, token=self._token, tls=self._tls, connected=sock)

@@ -148,7 +148,7 @@ class Connection:
         welcome = Welcome(
             version=PROTOCOL_VERSION, epoch=self.store.epoch, session=self.session.id,
             server=f"kvstore {__version__}", endpoint=self.endpoint, same_host=same_host, host=host,
-            connection=self.number,
+            connection=self.number, store=self.store.id,
         )  # fmt: skip
         try:
             await self.reply(header.request, FrameType.WELCOME, welcome)

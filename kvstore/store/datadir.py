@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 from pathlib import Path
 
 from kvstore.errors import DataDirError
@@ -13,6 +14,7 @@ FORMAT = 1
 
 
 _LOADING = "loading"
+_ID_BYTES = 16
 
 
 class DataDirInUse(DataDirError):
@@ -35,6 +37,8 @@ class DataDir:
         try:
             self._take_lock()
             self._check_format()
+            self.id = self._own_id()
+            """16 random bytes that stay with the directory: by them clients know one store from another."""
         except BaseException:
             os.close(self._lock)
             raise
@@ -66,6 +70,16 @@ class DataDir:
                 f"the data directory {self.path} is of format {found}, this daemon reads format {FORMAT}: "
                 "use the version of kvstore that wrote it, or another --data-dir"
             )
+
+    def _own_id(self) -> bytes:
+        file = self.path / "id"
+        with contextlib.suppress(OSError, ValueError):  # without it, or if it is damaged, the store is a new one to its clients: no more
+            if len(found := bytes.fromhex(file.read_text("ascii"))) == _ID_BYTES:
+                return found
+        made = secrets.token_bytes(_ID_BYTES)
+        with contextlib.suppress(OSError):  # a full disk is no reason not to start
+            _write_durably(file, f"{made.hex()}\n".encode())
+        return made
 
     def begin_loading(self) -> int:
         """Note that what is there is about to be read. Returns how many starts in a row ended before they had read it all."""

@@ -108,6 +108,11 @@ class Store:
         self._readers = ThreadPoolExecutor(config.reader_threads, "kvstore-reader")
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def id(self) -> bytes:
+        """16 bytes that stay the same as long as the data directory is there."""
+        return self._dir.id
+
     # --- life ----------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> "Store":

@@ -24,6 +24,7 @@ SPEC = KVSpec(16, (Component("full", PAGE_MIB, 1, MIB // 16 // 4),))
 TOKENS = np.arange(16 * PAGES, dtype=np.uint32)
 DATA = np.random.default_rng(3).integers(0, 256, PAGES * PAGE_MIB * MIB, dtype=np.uint8)
 MBITS = 400
+SMALL = ("--dram", "128MiB", "--ssd", "256MiB")
 
 Linked = tuple[LinkedHosts, DaemonProcess]
 
@@ -191,6 +192,39 @@ def test_addresses_of_different_daemons_are_refused(two_addresses: DaemonProcess
                 pytest.fail("it was taken for one daemon")
 
     asyncio.run(work())
+
+
+def test_another_daemon_is_refused_while_the_right_one_is_away(data_dir: Path, daemon: DaemonProcess) -> None:
+    async def work() -> None:
+        async with AsyncClient([right.endpoint, f"127.0.0.2:{port}"], shared_memory=False) as client:
+            namespace = await client.namespace("there", "there", SPEC)
+            await namespace.put(TOKENS, DATA)
+            right.kill()
+            wrong = DaemonProcess(data_dir / "wrong", "--host", "127.0.0.2", "--port", port)
+            with wrong, pytest.raises(Conflict, match="another daemon"):
+                await asyncio.wait_for(ask_on(client), 20)
+
+    async def ask_on(client: AsyncClient) -> None:
+        while True:
+            await client.namespace("there", "there", SPEC)
+
+    port = daemon.endpoint.rpartition(":")[2]  # on another address it is free
+    with DaemonProcess(data_dir / "right", *SMALL) as right:
+        asyncio.run(work())
+
+
+def test_a_daemon_that_comes_back_with_nothing_is_still_the_right_one(data_dir: Path) -> None:
+    async def work() -> None:
+        async with AsyncClient(["127.0.0.1:1", old.endpoint], shared_memory=False) as client:
+            await (await client.namespace("there", "there", SPEC)).put(TOKENS, DATA)
+            old.kill()
+            with DaemonProcess(data_dir / "new", *SMALL, "--port", old.endpoint.rpartition(":")[2]):
+                namespace = await client.namespace("there", "there", SPEC)
+                async with await namespace.match(TOKENS) as match:
+                    assert match.pages == 0
+
+    with DaemonProcess(data_dir / "old", *SMALL) as old:
+        asyncio.run(work())
 
 
 def test_a_link_that_leads_nowhere_is_left_out(two_addresses: DaemonProcess) -> None:

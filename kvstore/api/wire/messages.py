@@ -29,6 +29,7 @@ class Welcome(Message):
 
     `same_host` is the endpoint at which a client on the machine `host` (see same_host.py) gets shared memory; empty if there is none.
     `connection` numbers the connections of the session, for CLOSE; a daemon that does not know CLOSE leaves it out.
+    `store` (16 bytes) stays the same as long as the data directory is there.
     """
 
     version: int
@@ -39,6 +40,7 @@ class Welcome(Message):
     same_host: str = ""
     host: str = ""
     connection: int = 0
+    store: bytes = b""
 
 
 class ErrorReply(Message):
