@@ -13,8 +13,10 @@ from kvstore.store.datadir import DataDir
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.text import RecipeFile
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.forked_daemon import launch_forked
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the suite starts some hundred processes: each would compile all of kvstore for itself
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # and numpy would start threads in each
 
 PROCESSES = {"factory", "faults", "fuzz", "integration", "workers"}
 
@@ -57,6 +59,12 @@ BLOCKING = [
     ),
     (DataDir, "__init__"),
 ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Daemons start quickly, but for engines, which have ideas of their own about processes."""
+    if not any("engines" in argument for argument in config.args):
+        DaemonProcess.launch = staticmethod(launch_forked)
 
 
 @pytest.fixture

@@ -75,3 +75,12 @@ def test_commands_start_without_what_only_others_need() -> None:
     """`kvstore status` is fast in a script: neither the daemon nor numpy is loaded for it."""
     code = "import sys, kvstore.cli.app, kvstore.cli.watch; print(*sorted({'numpy', 'aiohttp', 'pydantic', 'lmdb'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_importing_leaves_the_collector_on_and_what_was_imported_aside() -> None:
+    code = """import gc
+from kvstore.cli.imports import imports
+with imports():
+    import email.message
+print(gc.isenabled(), gc.get_freeze_count() > 1000)"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True True\n"

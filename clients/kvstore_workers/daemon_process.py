@@ -7,14 +7,42 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import IO, Protocol
 
 from kvstore.api.wire import ConnectionLost
 
 _READY_S = 60.0
 _STOP_S = 60.0
+
+
+class Launched(Protocol):
+    """A running process, as `subprocess.Popen` gives it."""
+
+    pid: int
+
+    @property
+    def stderr(self) -> IO[str] | None:
+        """What it says."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, when it has ended. Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+
+    def kill(self) -> None:
+        """Kill it at once."""
+
+
+def launch(command: Sequence[str], environment: Mapping[str, str]) -> Launched:
+    """Start a command with an environment of its own."""
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 class DaemonProcess:
@@ -24,6 +52,9 @@ class DaemonProcess:
 
     `endpoint` is the data plane's address, `endpoints` all of them, `http` the control plane's URL, `lines` the last log lines.
     """
+
+    launch = staticmethod(launch)
+    """How to start the command: another way can take its place."""
 
     def __init__(
         self, data_dir: Path, *arguments: str, environment: dict[str, str] | None = None, within: Sequence[str] = ()
@@ -51,7 +82,7 @@ class DaemonProcess:
             *arguments,
         ]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**inherited, **(environment or {})})
+        self._process = self.launch(command, {**inherited, **(environment or {})})
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -53,13 +53,13 @@ PrefillNs = Annotated[float, Field(ge=0, lt=1e15, description="nanoseconds more 
 class RequestModel(BaseModel):
     """Base of what clients send."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
 
 class ReplyModel(BaseModel):
     """Base of what the daemon sends. Fields can be added; those here stay."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
 
 # --- namespaces ------------------------------------------------------------------------------------------------------------

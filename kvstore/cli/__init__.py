@@ -2,11 +2,14 @@
 
 import sys
 
+from kvstore.cli.imports import imports
+
 
 def main() -> None:
     """Run the command line."""
     try:
-        from kvstore.cli.app import main as run
+        with imports():
+            from kvstore.cli.app import main as run
     except ModuleNotFoundError as error:
         print(f"kvstore: the command needs the daemon's packages ({error.name} is missing): install kvstore[server]", file=sys.stderr)
         sys.exit(2)

@@ -6,6 +6,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from kvstore.cli.imports import imports
+
 
 class LazyGroup(TyperGroup):
     """Commands by name, each a function, or an app of its own, in a module of `kvstore.cli`. Subclasses fill `places`."""
@@ -24,7 +26,8 @@ class LazyGroup(TyperGroup):
             return None
         if cmd_name not in self._loaded:
             module, name = self.places[cmd_name]
-            found = getattr(import_module(f"kvstore.cli.{module}"), name)
+            with imports():
+                found = getattr(import_module(f"kvstore.cli.{module}"), name)
             if not isinstance(found, typer.Typer):
                 alone = typer.Typer(add_completion=False)
                 alone.command(cmd_name)(found)

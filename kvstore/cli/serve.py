@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvstore.cli.imports import imports
 from kvstore.config import load_config
 
 
@@ -62,6 +63,7 @@ def serve(
     }
     settings = load_config(flags, config)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    from kvstore.daemon import serve as run  # the other commands start faster without the daemon's imports
+    with imports():
+        from kvstore.daemon import serve as run  # the other commands start faster without the daemon's imports
 
     asyncio.run(run(settings))

@@ -32,7 +32,8 @@ class ControlPlane:
         parts = (StatusRoutes, NamespaceRoutes, PrefixRoutes, RecipeRoutes, BlobRoutes, CheckRoutes)
         self.routes = [own, *(route for part in parts for route in part(self._service).routes())]
         self.access = {(r.method, r.path): r.access for r in self.routes if r.method != "HEAD"}
-        self._document = document(self.routes, guarded=guard.table is not None)
+        self._guarded = guard.table is not None
+        self._document: bytes | None = None
         self.app = web.Application(middlewares=[problems, guarded(guard, self.access)], client_max_size=MAX_BODY)
         # A GET of aiohttp answers HEAD too, so a HEAD in the list is there for the document.
         self.app.add_routes([web.route(r.method, r.path, r.handler) if r.method != "GET" else web.get(r.path, r.handler)
@@ -48,4 +49,6 @@ class ControlPlane:
         self._service.ready = parts
 
     async def _openapi(self, request: web.Request) -> web.Response:
+        if self._document is None:  # made when somebody asks, as it takes some tens of milliseconds
+            self._document = document(self.routes, guarded=self._guarded)
         return web.Response(body=self._document, content_type="application/json")
