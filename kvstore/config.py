@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from kvstore.api.auth import Tenants
 from kvstore.api.event_settings import DEFAULT_TOPIC, EventSettings, HashForm, check_endpoint, check_topic
+from kvstore.api.invalid import explain
 from kvstore.errors import BadRequest
 from kvstore.machine import read_memory
 from kvstore.sizes import Size
@@ -237,8 +238,7 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None, environment:
     try:
         return Config(**merged)
     except ValidationError as error:
-        lines = [f"{'.'.join(str(p) for p in e['loc']) or 'configuration'}: {e['msg']}" for e in error.errors()]
-        raise BadRequest("the configuration is not valid: " + "; ".join(lines)) from error
+        raise BadRequest("the configuration is not valid: " + "; ".join(explain(error, secret="tokens" in merged))) from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:

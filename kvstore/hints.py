@@ -39,6 +39,14 @@ class Hints:
     ttl_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.session, str | bytes):
+            raise BadRequest(f"the hint session is {self.session!r}, not text or bytes")
+        for name, kind in (("turn", Turn), ("ended", Ended)):
+            value = getattr(self, name)
+            if value is not None and value not in list(kind):
+                raise BadRequest(f"the hint {name} is {value!r}, not one of {', '.join(kind)}")
+        if isinstance(self.ttl_s, bool) or not isinstance(self.ttl_s, int | float):
+            raise BadRequest(f"the hint ttl_s is {self.ttl_s!r}, not a number of seconds")
         if len(self.session_id) > MAX_SESSION_BYTES:
             raise BadRequest(f"the session id has {len(self.session_id)} bytes, more than {MAX_SESSION_BYTES}")
         if not 0 <= self.ttl_s <= MAX_TTL_S:

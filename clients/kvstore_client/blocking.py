@@ -14,7 +14,7 @@ from kvstore.api.wire import BadRequest, Hints, KVSpec, PartRange
 from kvstore_client.blocking_streams import Follower, PutStream, Session
 from kvstore_client.blocking_text import BlockingTextCalls
 from kvstore_client.buffers import SharedBuffer
-from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
+from kvstore_client.client import DEFAULT_ENDPOINT, RECONNECT_S, AsyncClient
 from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.namespace import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
@@ -76,10 +76,13 @@ class Client:
         token: str | None = None,
         tls: ssl.SSLContext | bool | None = None,
         shared_memory: bool = True,
+        reconnect: float = RECONNECT_S,
     ) -> None:
         self._thread = _LoopThread()
         try:
-            self._client = self._thread.run(self._make(endpoint, local_addresses, connections, timeout, name, token, tls, shared_memory))
+            self._client = self._thread.run(
+                self._make(endpoint, local_addresses, connections, timeout, name, token, tls, shared_memory, reconnect)
+            )
         except BaseException:
             self._thread.stop()
             raise
@@ -88,7 +91,7 @@ class Client:
     async def _make(
         endpoint: str | Sequence[str], local_addresses: Sequence[str], connections: int, timeout: float,
         name: str, token: str | None, tls: ssl.SSLContext | bool | None,
-        shared_memory: bool,
+        shared_memory: bool, reconnect: float,
     ) -> AsyncClient:  # fmt: skip
         client = AsyncClient(
             endpoint,
@@ -99,6 +102,7 @@ class Client:
             token=token,
             tls=tls,
             shared_memory=shared_memory,
+            reconnect=reconnect,
         )
         return await client.__aenter__()
 
@@ -252,7 +256,7 @@ class Namespace(BlockingTextCalls):
     ) -> Match:  # fmt: skip
         """The longest usable prefix in the store (see the asynchronous Namespace.match)."""
         found = self.inner.match(
-            tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base.inner if base else None, extras=extras, hints=hints,
+            tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=_inner(base), extras=extras, hints=hints,
             estimate=estimate, rebuildable=rebuildable, rebuild_s=rebuild_s, holes=holes, timeout=timeout,
         )  # fmt: skip
         return Match(self._client, self._client.run(found))
@@ -265,7 +269,7 @@ class Namespace(BlockingTextCalls):
         """Fetch matched pages into `out` (see the asynchronous Namespace.fetch). Callbacks run in the client's thread."""
         return self._client.run(
             self.inner.fetch(
-                match.inner,
+                _inner(match),
                 out,
                 pages=pages,
                 wanted=wanted,
@@ -280,7 +284,7 @@ class Namespace(BlockingTextCalls):
 
     def view(self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None, timeout: float | None = None) -> LocalView:
         """Matched pages where they lie in the daemon's memory (see the asynchronous Namespace.view)."""
-        return self._client.run(self.inner.view(match.inner, component=component, pages=pages, timeout=timeout))
+        return self._client.run(self.inner.view(_inner(match), component=component, pages=pages, timeout=timeout))
 
     def put(
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
@@ -291,7 +295,7 @@ class Namespace(BlockingTextCalls):
         """Put pages (see the asynchronous Namespace.put)."""
         putting = self.inner.put(
             tokens, data, first_page=first_page, parts=parts, spans=spans, durable=durable, whole_s=whole_s, extras=extras,
-            base=base.inner if base else None, put_id=put_id, hints=hints, progress=progress, recipe=recipe,
+            base=_inner(base), put_id=put_id, hints=hints, progress=progress, recipe=recipe,
             timeout=timeout,
         )  # fmt: skip
         return self._client.run(putting)
@@ -348,3 +352,8 @@ class Namespace(BlockingTextCalls):
     ) -> int:  # fmt: skip
         """Delete a prefix from a page, or a token, on (see the asynchronous Namespace.delete)."""
         return self._client.run(self.inner.delete(tokens, from_page=from_page, from_token=from_token, extras=extras, timeout=timeout))
+
+
+def _inner(match: Any) -> Any:
+    """The match that the asynchronous calls take; anything else is for them to refuse."""
+    return match.inner if isinstance(match, Match) else match

@@ -19,6 +19,7 @@ from kvstore.api.wire.messages import (
     NamespaceList,
     NamespaceName,
 )
+from kvstore_client.arguments import ADDRESSES, BOUND, ENDPOINT, FLAG, TEXT, TLS, WHOLE, checked, instance
 from kvstore_client.buffers import Buffers, SharedBuffer
 from kvstore_client.connection import tls_for
 from kvstore_client.estimate import Costs
@@ -27,10 +28,13 @@ from kvstore_client.namespace import Namespace
 from kvstore_client.pool import Pool
 from kvstore_client.same_host import SameHost
 from kvstore_client.times import milliseconds
+from kvstore_client.waiting import blamed
 
 _log = logging.getLogger("kvstore.client")
 
 DEFAULT_ENDPOINT = "127.0.0.1:7421"
+RECONNECT_S = 10.0
+"""How long a daemon that refuses connections is waited for: more than a start takes."""
 _RELEASE_S = 5.0
 """How long it is tried to give a lease back."""
 
@@ -39,15 +43,22 @@ class AsyncClient:
     """A client of one daemon. Use it as an async context manager, or call `close`.
 
     `connections` carry stripes in parallel. `timeout` (seconds) bounds every call that gives none; when it passes, the
-    call raises DeadlineExceeded. Lost connections are restored with backoff within that time. `token` is the bearer token,
-    `KVSTORE_TOKEN` of the environment if not given. An endpoint `tls://HOST:PORT`, or `tls`, asks for TLS: with the context
-    given, or one that trusts the certificates in the file `KVSTORE_TLS_CA`, or the system's. With a daemon on this machine bytes
-    go through shared memory where that is possible, unless `shared_memory` is False.
+    call raises DeadlineExceeded, which says what was wrong meanwhile. Lost connections are restored with backoff within that time. A
+    daemon whose address refuses connections may be starting again: it is waited for until `reconnect` seconds after it was first found so;
+    from then on each call tries once, and raises ConnectionLost. `token` is the bearer token,
+    `KVSTORE_TOKEN` of the environment if not given, without white space at its ends.
+    An endpoint `tls://HOST:PORT`, or `tls`, asks for TLS: with the context given, or one that trusts the certificates in the file
+    `KVSTORE_TLS_CA`, or the system's. With a daemon on this machine bytes go through shared memory where that is possible, unless
+    `shared_memory` is False.
 
     Several endpoints, all of one daemon, or several addresses of this machine in `local_addresses`, are several links (docs/links.md):
     there is at least one connection for each, stripes go to whichever is free, and a link that slows or dies loses them to the others.
     """
 
+    @checked(
+        endpoint=ENDPOINT, local_addresses=ADDRESSES, connections=WHOLE, timeout=BOUND, token=instance(str, "text"), tls=TLS,
+        shared_memory=FLAG, reconnect=BOUND, name=TEXT,
+    )  # fmt: skip
     def __init__(
         self,
         endpoint: str | Sequence[str] = DEFAULT_ENDPOINT,
@@ -59,18 +70,19 @@ class AsyncClient:
         token: str | None = None,
         tls: ssl.SSLContext | bool | None = None,
         shared_memory: bool = True,
+        reconnect: float = RECONNECT_S,
     ) -> None:
         if not 1 <= connections <= 64:
             raise BadRequest(f"{connections} connections: give 1 to 64")
         self.timeout = timeout
-        secret = os.environ.get("KVSTORE_TOKEN", "") if token is None else token
+        secret = (os.environ.get("KVSTORE_TOKEN", "") if token is None else token).strip()
         names = [endpoint] if isinstance(endpoint, str) else list(endpoint)
         contexts = [tls_for(one, tls) for one in names]
         if len({context is None for context in contexts}) > 1:
             raise BadRequest("some of the endpoints speak TLS and some do not")
         self._pool = Pool(
             names, connections, client=name or f"pid {os.getpid()}", token=secret, tls=contexts[0] if contexts else None,
-            local_addresses=local_addresses,
+            local_addresses=local_addresses, reconnect_s=reconnect,
         )  # fmt: skip
         self._same_host = SameHost(self._pool, wanted=shared_memory)
         self._buffers = Buffers()
@@ -133,8 +145,10 @@ class AsyncClient:
         try:
             async with asyncio.timeout(seconds):
                 yield
-        except TimeoutError:
-            raise DeadlineExceeded(f"no answer from {self._pool.endpoint} within {seconds:g} s") from None
+        except TimeoutError as over:
+            why = blamed(over)
+            said = f": {why.code}: {why.message}" if why is not None else ""
+            raise DeadlineExceeded(f"no answer from {self._pool.endpoint} within {seconds:g} s{said}") from why
 
     async def call(
         self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"", timeout: float | None = None
@@ -148,10 +162,12 @@ class AsyncClient:
         async with self.deadline(timeout):
             return await self._pool.retry(attempt)
 
+    @checked()
     async def ping(self, timeout: float | None = None) -> None:
         """Wait until the daemon answers."""
         await self.call(FrameType.PING, Empty(), Empty, timeout=timeout)
 
+    @checked(retention_s=WHOLE, ttl_s=WHOLE, costs=instance(Costs), rebuild=TEXT, name=TEXT)
     async def namespace(
         self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400,
         ttl_s: int = 0, costs: Costs | None = None, rebuild: str = "exact", lossy: bool = False,
@@ -164,6 +180,9 @@ class AsyncClient:
         `costs` are what computing its pages takes, for estimates; they can be given again.
         Raises UnknownNamespace, or Conflict if the name stands for another model or spec.
         """
+        if (fingerprint is None) != (spec is None):
+            missing = "fingerprint" if fingerprint is None else "spec"
+            raise BadRequest(f"{missing} is missing: give a model fingerprint and a KV spec to create a namespace, or neither to open it")
         if fingerprint is None or spec is None:
             info, _ = await self.call(FrameType.NAMESPACE_GET, NamespaceName(namespace=name), NamespaceInfo)
         else:

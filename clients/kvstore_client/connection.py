@@ -34,6 +34,7 @@ from kvstore.api.wire.messages import Cancel, Empty, ErrorReply, Fetched, FetchR
 from kvstore.api.wire.runs import pack_runs
 from kvstore.api.wire.same_host import MAX_SEGMENTS, SegmentList, SegmentMeta
 from kvstore_client.plan import FetchPlan, Stripe
+from kvstore_client.waiting import Patience
 
 M = TypeVar("M", bound=Message)
 
@@ -131,7 +132,7 @@ class Connection:
             await connection._shake_hands(Hello(versions=[PROTOCOL_VERSION], client=client, token=token, session=session))
         except OSError as error:
             channel.close()
-            reason = error.strerror or str(error)
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise ConnectionLost(f"can't connect to {endpoint}: {reason}; is a daemon there? (`kvstore serve` starts one)") from error
         except BaseException:
             channel.close()
@@ -212,14 +213,15 @@ class Connection:
         message = FetchRequest(
             namespace=namespace, blobs=len(stripe.blobs), provisional=plan.provisional, frame_bytes=plan.frame_bytes, priority=plan.priority
         )
-        while True:
-            call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived or plan.arrived, quiet_s=quiet_s)
-            try:
-                _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
-            except Busy as busy:  # said before the first piece
-                await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
-            else:
-                return unpack(Fetched, meta)
+        with Patience() as patience:
+            while True:
+                call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived or plan.arrived, quiet_s=quiet_s)
+                try:
+                    _, meta, _ = await self._request(FrameType.FETCH, message, payload, call)
+                except Busy as busy:  # said before the first piece
+                    await patience.wait(busy)
+                else:
+                    return unpack(Fetched, meta)
 
     @asynccontextmanager
     async def unanswered(self, frame_type: FrameType, message: Message, payload: bytes | memoryview = b"") -> AsyncIterator["Unanswered"]:

@@ -1,6 +1,8 @@
 """Links: the ways to one daemon that a client was given, each a pair of addresses. What is known of each, and how it is dialled."""
 
 import asyncio
+import errno
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ _LONGEST_REST_S = 5.0
 _SILENCE_MS = 5_000
 """After so long without a word from the other end a link's connection is over, where there are others."""
 _PROBE_S = 1
+_NOBODY = {errno.ECONNREFUSED, errno.ENOENT}
+"""Said at once where nobody listens, the latter for a Unix socket."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,8 @@ class Link:
     """Connections that were lost or given up."""
     store: bytes = b""
     """To which store it led when it last worked."""
+    refused_since: float = 0.0
+    """Since when (monotonic) nobody listens there; 0 if somebody does, or did when it was last tried."""
     rates: dict[int, Rate] = field(default_factory=dict, repr=False)
     """By connection: what is known of its speed."""
     _rest_s: float = field(default=0.0, repr=False)
@@ -105,10 +111,12 @@ async def dial(link: Link, *, alone: bool) -> socket.socket:
         raise ConnectionLost(f"can't connect to {link.endpoint} within {_DIAL_S:g} s") from None
     except OSError as error:
         sock.close()
-        reason = error.strerror or str(error)
+        link.refused_since = (link.refused_since or time.monotonic()) if error.errno in _NOBODY else 0.0
+        reason = os.strerror(error.errno) if error.errno else str(error)
         by = f" from {link.local}" if link.local else ""
         raise ConnectionLost(f"can't connect to {link.endpoint}{by}: {reason}; is a daemon there? (`kvstore serve` starts one)") from error
     except BaseException:
         sock.close()
         raise
+    link.refused_since = 0.0
     return sock

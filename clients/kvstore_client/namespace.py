@@ -30,13 +30,14 @@ from kvstore.api.wire.messages import (
     PutStart,
 )
 from kvstore.api.wire.same_host import Place, unpack_places
+from kvstore_client.arguments import FLAG, PUT_ID, checked, instance, readable, writable
 from kvstore_client.connection import Connection
 from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
 from kvstore_client.fetching import fetch_items
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
 from kvstore_client.plan import INTERACTIVE_BYTES, Item, Priority, layer_groups, page_items, page_parts
-from kvstore_client.put_layout import PutLayout
+from kvstore_client.put_layout import PutLayout, check_alone
 from kvstore_client.scattered import Scattered, ScatteredLayout
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
@@ -45,6 +46,7 @@ from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, abort_put, put_at_once, send_striped
 from kvstore_client.view import LocalView, view_parts
+from kvstore_client.waiting import Patience
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -104,6 +106,7 @@ class Match:
         pool = self.namespace.client.pool
         return self.lease != 0 and time.monotonic() < self._ends and (pool.epoch, pool.session) == (self.epoch, self._session)
 
+    @checked()
     async def renew(self, lease_s: float) -> None:
         """Let the lease last `lease_s` seconds from now. Raises NotFound if it is over."""
         ends = time.monotonic() + lease_s
@@ -205,6 +208,7 @@ class Namespace(TextCalls):
         """Forget the namespace and everything in it."""
         await self.client.call(FrameType.NAMESPACE_DROP, NamespaceName(namespace=self.id), Empty)
 
+    @checked(parts=FLAG, base=instance(Match))
     async def match(
         self, tokens: Tokens, *, lease_s: float = 30.0, parts: bool = True, boundaries: bool = False, base: Match | None = None,
         extras: Extras | None = None, hints: Hints | None = None, estimate: Costs | bool = False, rebuildable: bool = False,
@@ -253,6 +257,7 @@ class Namespace(TextCalls):
         async with self.client.deadline(timeout):
             return await self.client.pool.retry(same_host.connection) is not None
 
+    @checked(match=instance(Match, optional=False), plan=instance(Estimate))
     async def fetch(
         self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
         on_group: OnGroup | None = None, progress: Progress | None = None, plan: Estimate | None = None, priority: Priority | None = None,
@@ -300,6 +305,7 @@ class Namespace(TextCalls):
         async with self.client.deadline(timeout):
             return await fetch_items(match, items, target, tell, progress, priority)
 
+    @checked(match=instance(Match, optional=False))
     async def view(
         self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None, timeout: float | None = None
     ) -> LocalView:
@@ -316,6 +322,7 @@ class Namespace(TextCalls):
         async with self.client.deadline(timeout):
             return await view_parts(match, component, first, last)
 
+    @checked(base=instance(Match), recipe=instance(Given))
     async def put(
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
         spans: tuple[tuple[int, int], ...] | None = None, durable: bool = False, whole_s: float = 0.0,
@@ -329,13 +336,17 @@ class Namespace(TextCalls):
         they would survive a power cut. Waits for room while the daemon is busy.
 
         Shards of one computation give the same `put_id` (16 bytes) and each its own parts; a page counts once all of them
-        have put it. `whole_s`: how long to wait for the others. With a leased `base`, `tokens` (and the pages of `extras`)
+        have put it, so parts of a component's layers or heads without a `put_id` are refused. Of a hybrid model, `parts` names all
+        components that are put: a prefix is usable only where those are that its boundary needs.
+        `whole_s`: how long to wait for the others. With a leased `base`, `tokens` (and the pages of `extras`)
         are those after it, while `first_page` and `spans` still count from the root; by default the put starts at the base.
         `hints` say whose turn it was, and how it ended. `recipe` is what is kept in place of the token ids, to compute the pages again,
         where the namespace keeps recipes.
 
         Raises MissingParent if the pages before are not in the store, and NoSpace.
         """
+        if put_id is None:
+            check_alone(self.spec, parts)
         parts, raw = parts or (self.spec.whole(),), token_view(tokens)
         if self.spec.flat and len(raw) > self.spec.hash_bytes:
             return await self._put_flat(raw, data, parts, durable, whole_s, put_id, hints, timeout)
@@ -350,7 +361,7 @@ class Namespace(TextCalls):
             layout: PutLayout = ScatteredLayout(self.spec, parts[0], first_page, total, spans, data)
             source = data.memory
         else:
-            layout, source = PutLayout(self.spec, parts, first_page, total, spans), memoryview(data).cast("B")
+            layout, source = PutLayout(self.spec, parts, first_page, total, spans), readable(data)
             if len(source) != layout.nbytes:
                 raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")
         put_id = put_id or secrets.token_bytes(DIGEST_BYTES)
@@ -385,7 +396,7 @@ class Namespace(TextCalls):
         if isinstance(data, Scattered):
             each = [data.pages(page, page + 1) for page in range(pages)]
         else:
-            source = memoryview(data).cast("B")
+            source = readable(data)
             if len(source) != pages * size:
                 raise BadRequest(f"{len(source)} bytes of data for {pages} pages of {size}")
             each = [source[page * size : (page + 1) * size] for page in range(pages)]
@@ -412,17 +423,18 @@ class Namespace(TextCalls):
 
         async def once_there_is_room() -> Committed:
             nonlocal at_once
-            while True:
-                near = await near_connection(self.client, layout.nbytes)
-                most = NEAR_AT_ONCE_BYTES if near is not None else AT_ONCE_BYTES if self.client.pool.size > 1 else ALONE_AT_ONCE_BYTES
-                if near is None and self.client.pool.several:
-                    most = LINK_STRIPE  # more is faster over all of them
-                message.handle = secrets.randbits(62) + 1 if at_once and layout.nbytes <= most else 0
-                try:
-                    return await self._put_attempt(near, message, payload, data, layout, whole_s, progress)
-                except Busy as busy:
-                    at_once = False  # next time it is only sent when there is room
-                    await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
+            with Patience() as patience:
+                while True:
+                    near = await near_connection(self.client, layout.nbytes)
+                    most = NEAR_AT_ONCE_BYTES if near is not None else AT_ONCE_BYTES if self.client.pool.size > 1 else ALONE_AT_ONCE_BYTES
+                    if near is None and self.client.pool.several:
+                        most = LINK_STRIPE  # more is faster over all of them
+                    message.handle = secrets.randbits(62) + 1 if at_once and layout.nbytes <= most else 0
+                    try:
+                        return await self._put_attempt(near, message, payload, data, layout, whole_s, progress)
+                    except Busy as busy:
+                        at_once = False  # next time it is only sent when there is room
+                        await patience.wait(busy)
 
         return await self.client.pool.retry(attempt)
 
@@ -459,6 +471,7 @@ class Namespace(TextCalls):
 
     # --- streams -------------------------------------------------------------------------------------------------------
 
+    @checked()
     def stream_put(
         self, tokens: Tokens, *, first_page: int = 0, part: PartRange | None = None, durable: bool = False, whole_s: float = 0.0,
         extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None,
@@ -467,16 +480,19 @@ class Namespace(TextCalls):
         part, put_id = part or self.spec.whole(), put_id or secrets.token_bytes(DIGEST_BYTES)
         return PutStream(self, token_view(tokens), first_page, part, durable, whole_s, extras, put_id, hints_meta(hints))
 
+    @checked(put_id=replace(PUT_ID, optional=False))
     def follow(self, put_id: bytes, *, wanted: PartRange | None = None, timeout: float | None = None) -> Follower:
         """Read what a computation is putting while it does: `async with namespace.follow(put_id) as follower` (see Follower)."""
         return Follower(self, put_id, wanted or self.spec.whole(), timeout)
 
+    @checked()
     def session(self, *, lease_s: float = 60.0, hints: Hints | None = None, costs: Costs | bool = False) -> Session:
         """A conversation that grows, of which only new tokens travel: `async with namespace.session() as session` (see Session)."""
         return Session(self, lease_s=lease_s, hints=hints, costs=costs)
 
     # --- what is told about prefixes -----------------------------------------------------------------------------------
 
+    @checked(rebuild=FLAG)
     async def prefetch(
         self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, rebuild: bool = False,
         within_s: float = 0.0, timeout: float | None = None,
@@ -494,6 +510,7 @@ class Namespace(TextCalls):
         done, _ = await self.client.call(FrameType.PREFETCH, message, Prefetched, payload, timeout)
         return int(done.blobs)
 
+    @checked()
     async def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:
         """Keep the longest usable prefix from being evicted for `ttl_s` seconds, even after this client is gone.
 
@@ -502,10 +519,12 @@ class Namespace(TextCalls):
         done, _ = await self._about(FrameType.PIN, tokens, extras, Pinned, timeout, ttl_ms=milliseconds(ttl_s))
         return done.pin, done.pages
 
+    @checked()
     async def unpin(self, pin: int, timeout: float | None = None) -> None:
         """End a pin. Raises NotFound if it is over."""
         await self.client.call(FrameType.UNPIN, Pinned(pin=pin, pages=0, namespace=self.id), Empty, timeout=timeout)
 
+    @checked()
     async def abandon(
         self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
         timeout: float | None = None,
@@ -518,6 +537,7 @@ class Namespace(TextCalls):
         done, _ = await self._about(FrameType.ABANDON, tokens, extras, Affected, timeout, first_page=first)
         return int(done.pages)
 
+    @checked()
     async def abandon_session(self, session: str | bytes, timeout: float | None = None) -> int:
         """Say that a session, as named in hints, is over: what it used last, and nobody else, is the first to go. Returns the pages."""
         message = Prefix(namespace=self.id, session=Hints(session).session_id)
@@ -526,6 +546,7 @@ class Namespace(TextCalls):
         done, _ = await self.client.call(FrameType.ABANDON, message, Affected, timeout=timeout)
         return int(done.pages)
 
+    @checked()
     async def delete(
         self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
         timeout: float | None = None,
@@ -549,22 +570,6 @@ class Namespace(TextCalls):
 
 def _part_runs(metas: list[PartRunMeta]) -> list[tuple[int, int, tuple[PartRange, ...]]]:
     return [(run.first_page, run.pages, tuple(PartRange(*part) for part in run.parts)) for run in metas]
-
-
-def writable(out: Any, size: int, *, at_least: bool = False) -> memoryview:
-    """A buffer of exactly `size` bytes to receive into; with `at_least`, the front of a larger one. Raises BadRequest for any other."""
-    try:
-        whole = memoryview(out)
-        target = whole.cast("B") if whole.nbytes else memoryview(bytearray())  # one with zeros in its shape can't be cast
-    except TypeError as error:
-        raise BadRequest(f"the buffer can't be received into: {error}") from None
-    if at_least:
-        target = target[:size]
-    if len(target) != size or target.readonly:
-        raise BadRequest(
-            f"the buffer has {len(target)} bytes{' and is read-only' if target.readonly else ''}; {size} writable ones are needed"
-        )
-    return target
 
 
 def hints_meta(hints: Hints | None) -> HintsMeta | None:

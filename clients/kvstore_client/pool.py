@@ -1,6 +1,7 @@
 """The connections of a client: opened when needed, joined into one session, restored with backoff."""
 
 import asyncio
+import math
 import random
 import socket
 import ssl
@@ -13,6 +14,7 @@ from kvstore.api.wire import BadRequest, Conflict, ConnectionLost, FrameType, KV
 from kvstore.api.wire.messages import Close, Empty
 from kvstore_client.connection import Connection
 from kvstore_client.links import Link, dial, make_links
+from kvstore_client.waiting import blame
 
 T = TypeVar("T")
 
@@ -28,7 +30,7 @@ class Pool:
 
     def __init__(
         self, endpoint: str | Sequence[str], size: int, *, client: str, token: str, tls: ssl.SSLContext | None = None,
-        local_addresses: Sequence[str] = (),
+        local_addresses: Sequence[str] = (), reconnect_s: float = math.inf,
     ) -> None:  # fmt: skip
         self.links = make_links(endpoint, local_addresses)
         self.endpoint = self.links[0].endpoint
@@ -39,6 +41,7 @@ class Pool:
         self._client = client
         self._token = token
         self._tls = tls
+        self._reconnect_s = reconnect_s
         count = size + len(self.links)  # behind the others, an express connection for each link
         self._slots: list[Connection | None] = [None] * count
         self._locks = [asyncio.Lock() for _ in range(count)]
@@ -209,16 +212,30 @@ class Pool:
         return min(among or self.usable(), key=load)
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat an idempotent attempt while the connection is lost, with backoff; the caller's deadline ends it."""
+        """Repeat an idempotent attempt while the connection is lost, with backoff, until the caller's deadline or as nobody is there."""
         backoff = _FIRST_BACKOFF_S
-        while True:
-            try:
-                return await attempt()
-            except ConnectionLost:
-                if not self.epoch:
-                    raise  # it was never reached: more likely a wrong address than a restart
-                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-                backoff = min(2 * backoff, _MAX_BACKOFF_S)
+        last: ConnectionLost | None = None
+        try:
+            while True:
+                try:
+                    return await attempt()
+                except ConnectionLost as lost:
+                    last = lost
+                    if not self.epoch:
+                        raise  # it was never reached: more likely a wrong address than a restart
+                    gone_s = self.gone_s()
+                    if gone_s >= self._reconnect_s:
+                        raise ConnectionLost(f"{lost.message}. It has been away for {gone_s:.0f} s") from lost
+                    await asyncio.sleep(min(backoff, self._reconnect_s - gone_s) * random.uniform(0.5, 1.0))
+                    backoff = min(2 * backoff, _MAX_BACKOFF_S)
+        except asyncio.CancelledError as cancelled:
+            blame(cancelled, last)
+            raise
+
+    def gone_s(self) -> float:
+        """For how long it has been known that nobody listens at any of the addresses; 0 if it is not."""
+        since = [link.refused_since for link in self.links]
+        return time.monotonic() - max(since) if all(since) else 0.0
 
 
 async def _answers(connection: Connection) -> bool:

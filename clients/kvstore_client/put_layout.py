@@ -1,5 +1,6 @@
 """Where the parts of a put lie in the caller's buffer, and how they are cut into commits and frames. Pure."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -110,3 +111,27 @@ class PutLayout:
             group.append((at, slice_bytes))
             at, size = at + slice_bytes, size + slice_bytes
         yield SliceFrame(page, part, first, tuple(group))
+
+
+def check_alone(spec: KVSpec, parts: tuple[PartRange, ...] | None) -> None:
+    """Raise BadRequest for a put that only others could complete, and warn of one whose pages nothing can use: it has no put id."""
+    if parts is None:
+        if len(spec.components) > 1:
+            rest = ", ".join(f"{n} ({c.kind})" for n, c in enumerate(spec.components) if n)
+            every = ", ".join(f"spec.whole({n})" for n in range(len(spec.components)))
+            warnings.warn(
+                f"without `parts` a put is of component 0 only: a prefix is usable once component {rest} is there too, where its boundary "
+                f"needs it. Put them together with parts=({every}), or name what you put: parts=(spec.whole(0),)",
+                stacklevel=4,
+            )
+        return
+    for number in {part.component for part in parts}:
+        spec.check_component(number)
+        c = spec.components[number]
+        mine = [part for part in parts if part.component == number]
+        if sum((p.layer_hi - p.layer_lo) * (p.head_hi - p.head_lo) for p in mine) < c.layers * c.kv_heads:
+            what = "; ".join(f"layers [{p.layer_lo}, {p.layer_hi}), heads [{p.head_lo}, {p.head_hi})" for p in mine)
+            raise BadRequest(
+                f"this put is of {what} of component {number}, which has {c.layers} layers and {c.kv_heads} heads: the rest comes from "
+                "other shards, and only under the same put_id. Give one, or put all layers and heads at once"
+            )

@@ -20,11 +20,13 @@ from kvstore.api.wire import (
     pack_provisional,
 )
 from kvstore.api.wire.messages import Commit, Committed, Empty, Follow, FollowedPut, FollowedPuts, HintsMeta, Outcome, PutReady, PutStart
+from kvstore_client.arguments import checked, readable, writable
 from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_parts
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, with_extras
 from kvstore_client.transfer import Progress, abort_put, fetch_striped, send_striped
+from kvstore_client.waiting import Patience
 
 if TYPE_CHECKING:
     from kvstore_client.namespace import Namespace
@@ -62,12 +64,13 @@ class PutStream:
     async def __aenter__(self) -> "PutStream":
         client = self._namespace.client
         async with client.deadline(None):
-            while self._ready is None:
-                connection = await client.pool.first()
-                try:
-                    self._ready, _ = await connection.call(FrameType.PUT, self._message, PutReady, self._payload)
-                except Busy as busy:
-                    await asyncio.sleep((busy.retry_after_ms or 100) / 1000)
+            with Patience() as patience:
+                while self._ready is None:
+                    connection = await client.pool.first()
+                    try:
+                        self._ready, _ = await connection.call(FrameType.PUT, self._message, PutReady, self._payload)
+                    except Busy as busy:
+                        await patience.wait(busy)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -81,12 +84,14 @@ class PutStream:
         assert self._ready is not None, "enter the stream first"
         return self._message.first_page, self._ready.total_pages
 
+    @checked()
     async def send(self, layer_lo: int, layer_hi: int, data: Any, *, timeout: float | None = None) -> None:
         """Send the layers [lo, hi) of all pages of the put; `data` holds them page after page.
 
         Raises BadRequest if slices do not begin and end there.
         """
         assert self._ready is not None, "enter the stream first"
+        self._raise_if_ended()
         first_page, last_page = self.pages
         layer = self._namespace.spec.layer_bytes(self._part)
         low, high = ((at - self._part.layer_lo) * layer for at in (layer_lo, layer_hi))
@@ -96,7 +101,7 @@ class PutStream:
                 f"layers [{layer_lo}, {layer_hi}) do not begin and end with slices, which are of {self._layout.sizes[0]} bytes: "
                 "a KVSpec with group_layers=n has slices of n layers"
             )
-        source = memoryview(data).cast("B")
+        source = readable(data)
         if len(source) != (last_page - first_page) * (high - low):
             raise BadRequest(f"{len(source)} bytes of data for {last_page - first_page} pages of {high - low}")
         first_slice, last_slice = offsets.index(low), offsets.index(high)
@@ -110,6 +115,16 @@ class PutStream:
         self._unsent -= set(range(first_slice, last_slice))
         async with client.deadline(timeout):
             await send_striped(client.pool, self._ready.handle, frames, source)
+
+    def _raise_if_ended(self) -> None:
+        if self._ended:
+            raise BadRequest("this put has ended: it was committed, or given up")
+
+    def _layers_of(self, index: int) -> tuple[int, int]:
+        """The layers that a slice is of."""
+        layer, low = self._namespace.spec.layer_bytes(self._part), self._layout.offsets[index]
+        first = self._part.layer_lo + low // layer
+        return first, max(first + 1, self._part.layer_lo + self._layout.offsets[index + 1] // layer)
 
     def _frames(self, page: int, first_slice: int, last_slice: int, base: int) -> list[SliceFrame]:
         frames: list[SliceFrame] = []
@@ -125,14 +140,25 @@ class PutStream:
         frames.append(SliceFrame(page, 0, first, tuple(group)))
         return frames
 
+    @checked()
     async def commit(self, *, timeout: float | None = None) -> Committed:
-        """Make the pages count: new, existing and pending ones (other shards are still to come). Raises what went wrong."""
+        """Make the pages count: new, existing and pending ones (other shards are still to come). Raises what went wrong.
+
+        Raises BadRequest, and the put goes on, if layers have not been sent yet.
+        """
         assert self._ready is not None, "enter the stream first"
+        self._raise_if_ended()
+        if self._unsent and self._ready.wanted:
+            low, high = self._layers_of(min(self._unsent))
+            raise BadRequest(
+                f"commit before all layers were sent: [{low}, {high}) are the first that are missing ({len(self._unsent)} of "
+                f"{self._layout.count} slices a page). Send them and commit then; leaving the stream gives the put up"
+            )
         client = self._namespace.client
         async with client.deadline(timeout):
             connection = await client.pool.first()
-            wait_ms = 0 if self._unsent else 10_000  # for slices on other connections; for those never sent it would be in vain
-            commit = Commit(handle=self._ready.handle, wait_ms=wait_ms, whole_ms=milliseconds(self._whole_s))
+            # the wait is for slices on other connections
+            commit = Commit(handle=self._ready.handle, wait_ms=10_000, whole_ms=milliseconds(self._whole_s))
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
         self._ended = True
         return committed
@@ -209,6 +235,7 @@ class Follower:
             first -= 1
         return first, last
 
+    @checked()
     async def fetch(
         self, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
         on_group: Callable[[int, int], None] | None = None, progress: Progress | None = None, timeout: float | None = None,
@@ -224,9 +251,7 @@ class Follower:
         spec, wanted, client = self._namespace.spec, wanted or self._wanted, self._namespace.client
         spec.check_range(wanted)
         size = spec.part_bytes(wanted)
-        target = memoryview(out).cast("B")
-        if len(target) != (last - first) * size or target.readonly:
-            raise BadRequest(f"the buffer has {len(target)} bytes; {(last - first) * size} writable ones are needed")
+        target = writable(out, (last - first) * size)
         groups = layer_groups(wanted, group_layers)
         layer = size // (wanted.layer_hi - wanted.layer_lo)
         sources = {page: self._sources(page) for page in range(first, last)}
@@ -245,6 +270,7 @@ class Follower:
         plan.verify()
         return plan.nbytes
 
+    @checked()
     async def committed(self, *, timeout: float | None = None) -> None:
         """Wait until all puts that were followed are committed. Raises NotFound if one is not: what was read is void then."""
         seconds = self._timeout if timeout is None else timeout

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvstore.api.wire import BadRequest, Drift, FrameType, KVSpec
 from kvstore.api.wire.messages import Affected, NamespaceName, Prefix
 from kvstore.api.wire.rebuild_messages import RebuildProgress, RebuildRequest, RecipeCounts
+from kvstore_client.arguments import checked
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 
@@ -63,11 +64,13 @@ class TextCalls:
     id: str
     spec: KVSpec
 
+    @checked()
     async def recipes(self, timeout: float | None = None) -> tuple[int, int]:
         """How many recipes the namespace has, and the bytes that they are counted with."""
         found, _ = await self.client.call(FrameType.RECIPES, NamespaceName(namespace=self.id), RecipeCounts, timeout=timeout)
         return found.recipes, found.nbytes
 
+    @checked()
     async def delete_recipes(
         self, tokens: Tokens | None = None, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
         timeout: float | None = None,
@@ -82,6 +85,7 @@ class TextCalls:
             done = await self._affected(FrameType.RECIPES_DELETE, tokens, extras, self.spec.first_page(from_page, from_token), timeout)
         return int(done.pages)
 
+    @checked()
     async def drop_to_text(
         self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
         timeout: float | None = None,
@@ -93,6 +97,7 @@ class TextCalls:
         done = await self._affected(FrameType.DROP, tokens, extras, self.spec.first_page(from_page, from_token), timeout)
         return int(done.pages)
 
+    @checked()
     async def rebuild(
         self, tokens: Tokens, *, wait_s: float = 20.0, extras: Extras | None = None, timeout: float | None = None
     ) -> RebuildState:
@@ -102,6 +107,7 @@ class TextCalls:
         """
         return await self._rebuild(tokens, extras, wait_s, timeout)
 
+    @checked()
     async def rebuild_check(
         self, tokens: Tokens, *, from_page: int = 0, wait_s: float = 20.0, extras: Extras | None = None, timeout: float | None = None
     ) -> RebuildState:

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from kvstore.api.invalid import explain
 from kvstore.errors import BadRequest, Forbidden
 from kvstore.sizes import Size
 from kvstore.store.quotas import Quota
@@ -77,8 +78,8 @@ class TokenTable:
 
 
 def secret_digest(secret: str) -> bytes:
-    """What is kept of a secret."""
-    return sha256(secret.encode(errors="surrogatepass")).digest()
+    """What is kept of a secret. White space at its ends is none of it: files and variables often have a line's end there."""
+    return sha256(secret.strip().encode(errors="surrogatepass")).digest()
 
 
 # --- parsing ---------------------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ def parse_token_file(text: str, name: str) -> TokenTable:
     except tomllib.TOMLDecodeError as error:
         raise BadRequest(f"{name} is not TOML: {error}") from None
     except ValidationError as error:
-        raise BadRequest(f"{name}: {_first(error)}") from None
+        raise BadRequest(f"{name}: {explain(error, secret=True)[0]}") from None
     return TokenTable([entry.grant() for entry in parsed.token], {tenant: body.quota() for tenant, body in parsed.tenants.items()})
 
 
@@ -154,10 +155,7 @@ def parse_token_list(text: str) -> TokenTable:
         try:
             grants.append(_Entry.model_validate({"tenant": tenant, "access": access, **given}).grant())
         except ValidationError as error:
-            raise BadRequest(f"KVSTORE_TOKENS, item {number} (it should read TENANT:ACCESS:SECRET): {_first(error)}") from None
+            raise BadRequest(
+                f"KVSTORE_TOKENS, item {number} (it should read TENANT:ACCESS:SECRET): {explain(error, secret=True)[0]}"
+            ) from None
     return TokenTable(grants)
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors(include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}".removeprefix(": ")

@@ -25,10 +25,20 @@ from kvstore.api.same_host import SameHost, SameHostPeer
 from kvstore.api.sessions import Session, Sessions
 from kvstore.api.small_fetch import fetch_small
 from kvstore.api.streaming import Asked, read_fetch, receive_slices, stream_fetch
-from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack
+from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack, unpack_request
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
-from kvstore.errors import Busy, Cancelled, ConnectionLost, Forbidden, KVStoreError, ProtocolError, Unauthenticated, VersionMismatch
+from kvstore.errors import (
+    BadRequest,
+    Busy,
+    Cancelled,
+    ConnectionLost,
+    Forbidden,
+    KVStoreError,
+    ProtocolError,
+    Unauthenticated,
+    VersionMismatch,
+)
 from kvstore.store import Store
 
 T = TypeVar("T")
@@ -215,8 +225,8 @@ class Connection:
             self._cancel(unpack(Cancel, meta).target)
         elif kind in QUICK:
             message_type, quick = QUICK[kind]
-            message = unpack(message_type, meta)
             try:
+                message = unpack_request(message_type, meta)
                 if waits(self, kind, message):
                     await self._start(group, header, partial(self._slow, header.request, slow_match, message, payload))
                 else:
@@ -228,7 +238,12 @@ class Connection:
             await self._fetch(group, header, meta, payload)
         elif kind in SLOW:
             message_type, slow = SLOW[kind]
-            await self._start(group, header, partial(self._slow, header.request, slow, unpack(message_type, meta), payload))
+            try:
+                message = unpack_request(message_type, meta)
+            except BadRequest as error:
+                await self._error(header.request, error)
+                return
+            await self._start(group, header, partial(self._slow, header.request, slow, message, payload))
             if kind is FrameType.PUT:
                 await asyncio.sleep(0)  # it has begun, nearly always, when its slices follow at once
         else:

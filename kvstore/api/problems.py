@@ -10,6 +10,7 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from kvstore.api.invalid import explain
 from kvstore.api.models import Problem
 from kvstore.errors import BadRequest, KVStoreError
 
@@ -34,8 +35,7 @@ async def body_of(request: web.Request, model: type[Body]) -> Body:
     try:
         return model.model_validate_json(await request.read())
     except ValidationError as error:
-        first = error.errors()[0]
-        raise BadBody(f"{'.'.join(str(p) for p in first['loc']) or 'body'}: {first['msg']}") from error
+        raise BadBody(explain(error)[0]) from error
 
 
 def problem(status: int, code: str, detail: str, retry_after_ms: int | None = None) -> web.Response:

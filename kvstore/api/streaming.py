@@ -20,8 +20,8 @@ from kvstore.api.wire import (
     SliceLayout,
     check_run,
     cut_lazily,
-    unpack,
     unpack_provisional,
+    unpack_request,
     unpack_runs,
 )
 from kvstore.api.wire.messages import Fetched, FetchRequest, Message
@@ -118,7 +118,7 @@ class Asked:
 
 def read_fetch(connection: Peer, meta: bytes, payload: bytes) -> Asked:
     """What a FETCH asks for. Raises BadRequest, UnknownNamespace."""
-    message = unpack(FetchRequest, meta)
+    message = unpack_request(FetchRequest, meta)
     space = connection.store.space(connection.session.tenant, message.namespace)
     ids_end = message.blobs * DIGEST_BYTES
     if not message.blobs > 0 or ids_end > len(payload):

@@ -177,10 +177,11 @@ def test_a_client_outlives_a_restart_of_its_daemon(data_dir: Path) -> None:
     )
     restarted: list[DaemonProcess] = []
     started.start()
+    assert namespace.match(context(1), lease_s=0).pages in (0, 4), "it may still be loading"
+    started.join()
     assert fetch_checked(namespace, context(1)) == 4
     namespace.put(context(2), content(context(2)))
     client.close()
-    started.join()
     restarted[0].stop()
 
 

@@ -240,7 +240,7 @@ async def test_what_a_stream_can_not_do_is_said(namespace: Namespace) -> None:
     with pytest.raises(NotFound, match="no put under way"):
         async with namespace.follow(b"nobody".ljust(16), timeout=0.05):
             pass
-    with pytest.raises(BadRequest, match="slices have not arrived"):
+    with pytest.raises(BadRequest, match="before all layers were sent"):
         async with namespace.stream_put(tokens(8)) as put:
             await put.commit()
     assert (await namespace.match(tokens(8), lease_s=0)).pages == 0

@@ -17,7 +17,7 @@ from kvstore.api.wire.frames import (
     decode_header,
     encode,
 )
-from kvstore.api.wire.messages import pack, unpack
+from kvstore.api.wire.messages import pack, unpack, unpack_request
 from kvstore.api.wire.runs import Piece, Run, check_run, cut, cut_lazily, pack_provisional, pack_runs, unpack_provisional, unpack_runs
 from kvstore.api.wire.tls import TlsChannel, client_context
 from kvstore.digests import DIGEST_BYTES, blob_id, extra_digest, slice_digest
@@ -55,6 +55,6 @@ __all__ = [
     "KVSpec", "KVStoreError", "MissingParent", "NoSpace", "NotFound", "PartRange", "Piece", "ProtocolError", "RebuildFailed",
     "Run", "SliceLayout", "TlsChannel", "Turn", "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch",
     "blob_id", "canonical_json", "check_run", "client_context", "cut", "cut_lazily", "decode_header", "encode", "error_from_code",
-    "extra_digest", "measure", "pack", "pack_provisional", "pack_runs", "slice_digest", "unpack", "unpack_provisional",
+    "extra_digest", "measure", "pack", "pack_provisional", "pack_runs", "slice_digest", "unpack", "unpack_provisional", "unpack_request",
     "unpack_runs",
 ]  # fmt: skip

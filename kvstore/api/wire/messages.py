@@ -405,3 +405,13 @@ def unpack(kind: type[M], meta: bytes) -> M:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed {kind.__name__}: {error}") from error
     return message
+
+
+def unpack_request(kind: type[M], meta: bytes) -> M:
+    """As `unpack`, for who answers it: raises BadRequest if the meta can be read, and a field is of the wrong kind."""
+    try:
+        return unpack(kind, meta)
+    except ProtocolError as error:
+        if isinstance(error.__cause__, msgspec.ValidationError):
+            raise BadRequest(f"this request ({kind.__name__}) can't be understood: {error.__cause__}") from None
+        raise

@@ -1,0 +1,203 @@
+"""What public calls are given, checked before anything is sent: an error names the argument and says what is expected of it."""
+
+import functools
+import inspect
+import operator
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar
+
+from kvstore.api.wire import DIGEST_BYTES, BadRequest, Hints, KVSpec, PartRange
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SHOWN = 80
+_EXTRA_BYTES = 32
+
+
+class BadArgument(BadRequest, TypeError):
+    """An argument is not of the kind that the call takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of argument: what is expected, in words, and what makes it of a value, or raises TypeError, ValueError or OverflowError."""
+
+    expected: str
+    convert: Callable[[Any], Any]
+    optional: bool = False
+
+    def of(self, name: str, value: Any) -> Any:
+        """The value as the call takes it. Raises BadArgument."""
+        if value is None and self.optional:
+            return None
+        try:
+            return self.convert(value)
+        except (TypeError, ValueError, OverflowError):
+            raise wrong(name, value, self.expected) from None
+
+
+def wrong(name: str, value: object, expected: str) -> BadArgument:
+    """The error for an argument that is not what is expected."""
+    shown = f"a {type(value).__name__}" if hasattr(value, "__array__") else repr(value)
+    return BadArgument(f"{name} is {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '…'}, not {expected}")
+
+
+def instance(kind: type, expected: str = "", *, optional: bool = True) -> Kind:
+    """Objects of a class."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return Kind(expected or f"a {kind.__name__}", convert, optional)
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, Real):
+        raise TypeError
+    return value if isinstance(value, int) else float(value)
+
+
+def _bound(value: Any) -> float:
+    seconds = _seconds(value)
+    if seconds != seconds:
+        raise ValueError
+    return seconds
+
+
+def _flag(value: Any) -> bool:
+    if value is not True and value is not False and type(value).__name__ not in ("bool_", "bool"):
+        raise TypeError
+    return bool(value)
+
+
+def _callable(value: Any) -> Any:
+    if not callable(value):
+        raise TypeError
+    return value
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, last = value
+    return operator.index(first), operator.index(last)
+
+
+def _parts(value: Any) -> tuple[PartRange, ...]:
+    if not isinstance(value, Sequence) or not value or not all(isinstance(part, PartRange) for part in value):
+        raise TypeError
+    return tuple(value)
+
+
+def _digest(value: Any) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview) or len(value) != DIGEST_BYTES:
+        raise TypeError
+    return bytes(value)
+
+
+def _extras(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    for page, digest in value.items():
+        if not isinstance(digest, bytes) or len(digest) != _EXTRA_BYTES or operator.index(page) < 0:
+            raise TypeError
+    return value
+
+
+def _names(value: Any) -> Any:
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise TypeError
+    return list(value)
+
+
+def _tls(value: Any) -> Any:
+    return value if isinstance(value, ssl.SSLContext) else _flag(value)
+
+
+SECONDS = Kind("a number of seconds", _seconds)
+BOUND = Kind("a number of seconds", _bound)
+WHOLE = Kind("a whole number", operator.index)
+FLAG = Kind("True or False", _flag)
+TEXT = instance(str, "text", optional=False)
+PART = instance(PartRange, "a PartRange, such as spec.whole(0)")
+ENDPOINT = Kind(
+    "HOST:PORT, tls://HOST:PORT or unix:PATH, or a list of such", lambda value: value if isinstance(value, str) else _names(value)
+)
+ADDRESSES = Kind("a list of addresses of this machine", _names)
+TLS = Kind("an ssl.SSLContext, True or False", _tls, optional=True)
+PUT_ID = Kind(f"{DIGEST_BYTES} bytes, such as secrets.token_bytes({DIGEST_BYTES}), the same for all shards", _digest, optional=True)
+_CALL = Kind("a function to call", _callable, optional=True)
+
+_KINDS = {
+    **dict.fromkeys(("lease_s", "whole_s", "rebuild_s", "wait_s", "within_s", "ttl_s"), SECONDS),
+    "timeout": Kind("a number of seconds, or None", _bound, optional=True),
+    **dict.fromkeys(("first_page", "from_page", "group_layers", "component", "pin", "layer_lo", "layer_hi"), WHOLE),
+    "from_token": Kind("a whole number", operator.index, optional=True),
+    **dict.fromkeys(("durable", "boundaries", "rebuildable", "holes", "recipes", "lossy"), FLAG),
+    **dict.fromkeys(("progress", "on_group"), _CALL),
+    **dict.fromkeys(("wanted", "part"), PART),
+    "pages": Kind("a pair (first, last) of page numbers", _pair, optional=True),
+    "parts": Kind("a tuple of PartRange, such as (spec.whole(0), spec.whole(1))", _parts, optional=True),
+    "spans": Kind("a pair (first, last) of page numbers for each part", lambda value: tuple(map(_pair, value)), optional=True),
+    "put_id": PUT_ID,
+    "hints": instance(Hints, "a Hints, such as Hints(session='…')"),
+    "extras": Kind(f"a mapping of pages to digests of {_EXTRA_BYTES} bytes, as extra_digest makes them", _extras, optional=True),
+    "spec": instance(KVSpec),
+    **dict.fromkeys(("name", "fingerprint"), instance(str, "text")),
+}
+
+
+def checked(**own: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check a call's arguments by their names, and by those kinds that only it has. Numbers of numpy become Python's."""
+    kinds = _KINDS | own
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        names = list(inspect.signature(function).parameters)
+        mine = [kinds.get(name) for name in names]
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            if len(args) > 1:
+                args = tuple(
+                    value if kind is None else kind.of(name, value)
+                    for name, kind, value in zip(names, mine, args, strict=False)
+                ) + args[len(names) :]  # fmt: skip
+            for name, value in given.items():
+                if (kind := kinds.get(name)) is not None:
+                    given[name] = kind.of(name, value)
+            return function(*args, **given)
+
+        return call
+
+    return decorate
+
+
+def readable(data: Any, name: str = "data") -> memoryview:
+    """The bytes of what is to be sent, not copied. Raises BadArgument if it is no buffer, or its bytes do not lie one after the other."""
+    try:
+        view = memoryview(data)
+    except (TypeError, ValueError):
+        raise wrong(name, data, "a buffer, such as a numpy array or bytes") from None
+    if not view.c_contiguous:
+        raise BadArgument(f"the bytes of {name} do not lie one after the other (an array of strides): give numpy.ascontiguousarray of it")
+    return view.cast("B") if view.nbytes else memoryview(b"")  # one with zeros in its shape can't be cast
+
+
+def writable(out: Any, size: int, *, at_least: bool = False) -> memoryview:
+    """A buffer of exactly `size` bytes to receive into; with `at_least`, the front of a larger one. Raises BadRequest for any other."""
+    try:
+        whole = memoryview(out)
+        target = whole.cast("B") if whole.nbytes else memoryview(bytearray())  # one with zeros in its shape can't be cast
+    except (TypeError, ValueError) as error:
+        raise BadArgument(f"the buffer (a {type(out).__name__}) can't be received into: {error}; give a contiguous array") from None
+    if at_least:
+        target = target[:size]
+    if len(target) != size or target.readonly:
+        raise BadRequest(
+            f"the buffer has {len(target)} bytes{' and is read-only' if target.readonly else ''}; {size} writable ones are needed"
+        )
+    return target

@@ -1,0 +1,69 @@
+"""What a validation found wrong, in the words of the rest: which field, what it was, and what is allowed."""
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+_SHOWN = 60
+
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "decimal": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "an object of names and values",
+    "model": "an object of names and values",
+    "path": "a path",
+    "finite": "a finite number",
+}
+"""What is wanted, by the first word of the error's type."""
+_LIMITS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
+_LENGTHS = {"min_length": "at least {}", "max_length": "at most {}"}
+
+
+def explain(error: ValidationError, *, secret: bool = False) -> list[str]:
+    """A sentence for each thing that is wrong. `secret` leaves the values out."""
+    return [_sentence(one, secret=secret) for one in error.errors(include_url=False, include_input=not secret)]
+
+
+def _sentence(error: Any, *, secret: bool) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    field = ".".join(str(part) for part in error["loc"])
+    named = field or "the body"
+    if kind == "value_error":  # our own words
+        own = str(context.get("error", error["msg"]))
+        return f"{field}: {own}" if field else own
+    if kind == "missing":
+        return f"{named} is missing"
+    if kind == "extra_forbidden":
+        return f"{named} is not known: it may be misspelt"
+    if kind == "json_invalid":
+        return f"the body is not JSON: {context.get('error', error['msg'])}"
+    there = f"{named} is wrong: it must be" if secret or "input" not in error else f"{named} is {_shown(error['input'])}, not"
+    for name, words in _LIMITS.items():
+        if name in context:
+            return f"{there} {words.format(f'{context[name]:g}' if isinstance(context[name], float) else context[name])}"
+    for name, words in _LENGTHS.items():
+        if name in context:
+            unit = "characters" if kind.startswith("string") else "items"
+            return f"{named} has {context.get('actual_length', 'too few or too many')} {unit}, not {words.format(context[name])}".replace(
+                f"{unit}, not at least 1", f"{unit}, and needs at least one"
+            )
+    if "expected" in context:
+        return f"{there} {context['expected']}"
+    if "pattern" in context:
+        return f"{there} of the form {context['pattern']}"
+    wanted = _WANTED.get(kind.partition("_")[0])
+    return f"{there} {wanted}" if wanted is not None else f"{named}: {error['msg']}"
+
+
+def _shown(value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
