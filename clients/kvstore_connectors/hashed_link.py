@@ -6,10 +6,9 @@ again until a probe in the background has heard from it: the engine goes on as i
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,12 +26,14 @@ from kvstore_client import (
     NotFound,
     UnknownNamespace,
 )
-from kvstore_client.namespace import Match, Namespace
+from kvstore_client.namespace import Namespace
+from kvstore_connectors.link_loop import LinkLoop
 
 T = TypeVar("T")
 
 _FIRST_PROBE_S = 1.0
 _MAX_PROBE_S = 30.0
+_CLOSE_S = 10.0
 _SAY_AGAIN_S = 600.0
 """How long nothing is said again of the same trouble."""
 
@@ -73,57 +74,30 @@ class LinkOptions:
         return cls(**{name: given.pop(name) for name in cls.__dataclass_fields__ if name in given})
 
 
-class StoreLink:
+class StoreLink(LinkLoop):
     """One store, shared by the threads of an engine. Make it, use it, `close` it. Nothing here raises what the store says."""
 
     def __init__(self, options: LinkOptions, name: str, log: logging.Logger) -> None:
+        super().__init__(name, options.lookup_timeout_s)
         self.options = options
         self._log = log
         self._said: dict[str, float] = {}
         self._namespaces: dict[str, asyncio.Task[Namespace]] = {}
         self._away = False
-        self._closed = False
         self._probe: asyncio.Task[None] | None = None
         self._probe_s = _FIRST_PROBE_S
         self._back_since = 0.0
-        self._running: set[asyncio.Task[Any]] = set()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=f"kvstore-{name}", daemon=True)
-        self._thread.start()
-        try:
-            self.client = asyncio.run_coroutine_threadsafe(self._make(name), self.loop).result()
-        except BaseException:
-            self._stop_loop()
-            raise
-
-    async def _make(self, name: str) -> AsyncClient:
-        o = self.options
-        return AsyncClient(
-            o.endpoint, connections=o.connections, timeout=o.transfer_timeout_s, name=name, token=o.token, shared_memory=o.shared_memory
-        )
+        self.client = self.made(
+            lambda: AsyncClient(
+                options.endpoint, connections=options.connections, timeout=options.transfer_timeout_s, name=name, token=options.token,
+                shared_memory=options.shared_memory,
+            )
+        )  # fmt: skip
 
     @property
     def away(self) -> bool:
         """Whether the store did not answer when it was last asked."""
         return self._away
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run a coroutine on the loop. The future of one that is not to run any more is cancelled."""
-        if self._closed:
-            work.close()
-            gone: Future[T] = Future()
-            gone.cancel()
-            return gone
-        return asyncio.run_coroutine_threadsafe(self._owned(work), self.loop)
-
-    async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.add(task)
-        try:
-            return await work
-        finally:
-            self._running.discard(task)
 
     def wait(self, work: Coroutine[Any, Any, T], otherwise: T) -> T:
         """Run a coroutine that bounds itself, and wait for it; `otherwise` if `close` comes first."""
@@ -166,7 +140,7 @@ class StoreLink:
             self._probe_s = _FIRST_PROBE_S
         self.say("away", f"kvstore at {self.options.endpoint} is away, and the engine goes on without it: {reason}")
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._watch(), name="kvstore-probe")
+            self._probe = self.keep(self._watch())
 
     async def _watch(self) -> None:
         """Ask until the store answers as fast as it should; less and less often."""
@@ -186,22 +160,8 @@ class StoreLink:
         task = self._namespaces.get(name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             opening = self.client.namespace(name, fingerprint, spec, retention_s=self.options.retention_s)
-            task = self._namespaces[name] = asyncio.create_task(opening)
+            task = self._namespaces[name] = self.keep(opening)
         return await asyncio.shield(task)
-
-    def release(self, match: Match) -> None:
-        """End a lease without waiting for it; if the store is away, it ends by itself. On the loop."""
-        task = self.loop.create_task(self._release(match))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    async def _release(self, match: Match) -> None:
-        try:
-            if match.valid:
-                async with asyncio.timeout(self.options.lookup_timeout_s):
-                    await match.release()
-        except (KVStoreError, OSError, TimeoutError):
-            pass  # it ends by itself
 
     async def opened(self) -> list[Namespace]:
         """The namespaces that were asked for. On the loop."""
@@ -210,30 +170,8 @@ class StoreLink:
 
     def forget(self) -> None:
         """Ask for namespaces anew when they are used next."""
-        if not self._closed:
-            self.loop.call_soon_threadsafe(self._namespaces.clear)
+        self.soon(self._namespaces.clear)
 
     def close(self) -> None:
         """End what is under way, the connections and the thread. Harmless if it was done before."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(timeout=10)
-        except TimeoutError:
-            self._log.warning("kvstore: the connections did not close within 10 s")
-        finally:
-            self._stop_loop()
-
-    async def _close(self) -> None:
-        tasks = [*self._running, *self._namespaces.values(), *([self._probe] if self._probe is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self.client.close()
-
-    def _stop_loop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=10)
-        if not self._thread.is_alive():
-            self.loop.close()
+        self.end(self.client.close, _CLOSE_S)

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lmcache.lmcache_native import Bitmap
-from lmcache.v1.distributed.internal_api import L2StoreResult
-from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
-from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
-from lmcache.v1.platform import create_event_notifier
+from kvstore_connectors.engines import needs
+
+with needs("LMCache 0.5.6", "pip install lmcache==0.5.6", "docs/lmcache.md"):
+    from lmcache.lmcache_native import Bitmap
+    from lmcache.v1.distributed.internal_api import L2StoreResult
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+    from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+    from lmcache.v1.platform import create_event_notifier
 
 from kvstore_client import BadRequest, Conflict, NotFound
 from kvstore_client.namespace import Match, Namespace

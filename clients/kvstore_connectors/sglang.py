@@ -13,8 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+from kvstore_connectors.engines import needs
+
+with needs("SGLang 0.5.23", "pip install sglang==0.5.23", "docs/sglang.md"):
+    import torch
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvstore_client import BadRequest, NotFound, Scattered
 from kvstore_client.namespace import Match, Namespace

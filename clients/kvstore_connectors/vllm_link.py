@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvstore_client import (
@@ -21,6 +19,7 @@ from kvstore_client import (
     NotFound,
     UnknownNamespace,
 )
+from kvstore_connectors.link_loop import LinkLoop
 from kvstore_connectors.vllm_settings import Settings
 
 T = TypeVar("T")
@@ -77,67 +76,35 @@ class Breaker:
             log.warning("serving without kvstore at %s until it answers: %s", self._endpoint, error)
 
 
-class StoreLink:
+class StoreLink(LinkLoop):
     """One namespace of a store, opened when it is first needed. Methods are coroutines for the link's loop, run by `submit`."""
 
     def __init__(self, settings: Settings, *, name: str, fingerprint: str, spec: KVSpec, who: str) -> None:
+        super().__init__(who, settings.lookup_timeout_s)
         self.settings = settings
         self.spec = spec
         self.name = name
         self.fingerprint = fingerprint
-        self._who = who
         self._breaker = Breaker(settings.endpoint, settings.retry_s)
         self._full_said = False
         self.namespace: Namespace | None = None
         self._opening = asyncio.Lock()
-        self._kept: set[asyncio.Task[Any] | None] = set()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=f"kvstore-{who}", daemon=True)
-        self._thread.start()
-        self.client = self.submit(self._make_client()).result()
-
-    def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine on the link's loop until it ends or the link is closed. Only on the link's loop."""
-        task = self.loop.create_task(work)
-        self._kept.add(task)
-        task.add_done_callback(self._kept.discard)
-
-    async def _make_client(self) -> AsyncClient:
-        """A client that connects when it is first used."""
-        s, name = self.settings, f"vllm {self._who}"
-        return AsyncClient(s.endpoint, connections=s.connections, timeout=s.call_timeout_s, name=name, shared_memory=s.shared_memory)
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run a coroutine on the link's loop until it ends or the link is closed."""
-
-        async def kept() -> T:
-            task = asyncio.current_task()
-            self._kept.add(task)
-            try:
-                return await work
-            finally:
-                self._kept.discard(task)
-
-        return asyncio.run_coroutine_threadsafe(kept(), self.loop)
+        self.client = self.made(
+            lambda: AsyncClient(
+                settings.endpoint, connections=settings.connections, timeout=settings.call_timeout_s, name=f"vllm {who}",
+                shared_memory=settings.shared_memory,
+            )
+        )  # fmt: skip
 
     def close(self, last: Coroutine[Any, Any, object] | None = None, wait_s: float = _CLOSE_S) -> None:
         """Run `last` for `wait_s` at most, then close the connections and end the thread. Raises nothing."""
-        for work in (last, self._close()):
-            if work is not None:
-                future = self.submit(work)
-                try:
-                    future.result(wait_s)
-                except Exception:  # noqa: BLE001 - the engine is ending: there is nobody to tell
-                    future.cancel()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_CLOSE_S)
-
-    async def _close(self) -> None:
-        for task in list(self._kept):
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
-        await asyncio.sleep(0)
-        await self.client.close()
+        if last is not None:
+            future = self.submit(last)
+            try:
+                future.result(wait_s)
+            except Exception:  # noqa: BLE001 - the engine is ending: there is nobody to tell
+                future.cancel()
+        self.end(self.client.close, _CLOSE_S)
 
     async def warm(self) -> None:
         """Open the namespace ahead of need; a store that can't be reached is met again when it is needed."""
@@ -161,11 +128,6 @@ class StoreLink:
     def resting(self) -> bool:
         """Whether the store is left alone just now."""
         return self._breaker.resting
-
-    @property
-    def alive(self) -> bool:
-        """Whether the link's loop runs."""
-        return self._thread.is_alive()
 
     async def call(self, work: Callable[[Namespace], Awaitable[T]], *, patient: bool = False) -> T:
         """Do something with the namespace. Raises Unavailable while the store is left alone, and what the SDK raises.

@@ -66,7 +66,7 @@ class Loader:
         self._scatter = ThreadPoolExecutor(1, "kvstore-scatter")
         largest = max(group.block_bytes for group in layout.groups)
         self._buffer_bytes = max(link.settings.load_buffer_bytes, largest)
-        link.loop.call_soon_threadsafe(lambda: link.keep(self._prepare()))
+        link.soon(lambda: link.keep(self._prepare()))
 
     # --- the engine's thread -------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Loader:
             except NotFound as error:
                 state.reason = f"{type(error).__name__}: {error}"
             finally:
-                self._link.keep(_release(match))
+                self._link.release(match)
 
     async def _fetch(self, namespace: Namespace, match: Match, state: LoadState, last: int) -> None:
         """Bring the pages [first, last) into their blocks, as many layers at a time as fit in a buffer, the first ones first."""
@@ -247,10 +247,3 @@ class Loader:
             self._made += 1
             return np.empty(self._buffer_bytes, np.uint8)
         return await self._pool.get()
-
-
-async def _release(match: Match) -> None:
-    try:
-        await match.release()
-    except KVStoreError:
-        pass  # it ends by itself

@@ -57,17 +57,10 @@ class Lookup:
             log.exception("kvstore: a look-up failed")
             return _NOTHING
         if self._given_up or not found.pages:
-            await self._release(found)
+            self._link.release(found)
             return Found(0, True)
         self._match = found
         return Found(found.pages, True, found)
-
-    @staticmethod
-    async def _release(match: Match) -> None:
-        try:
-            await match.release()
-        except KVStoreError:
-            pass  # it ends by itself
 
     def poll(self, wait_s: float) -> Found | None:
         """What was found; None while that is not known. After the look-up's time is over, nothing was."""
@@ -83,7 +76,7 @@ class Lookup:
         if not self._given_up:
             log.debug("kvstore: no answer to a look-up within %.3f s", spent)
             self._given_up = True  # should it come after all, its lease is released
-            self._link.loop.call_soon_threadsafe(self._link.slow, spent, "a look-up")
+            self._link.soon(self._link.slow, spent, "a look-up")
         return _NOTHING
 
     @property
@@ -100,9 +93,9 @@ class Lookup:
     def release(self) -> None:
         """Give the lease up, also one that is still to come."""
         self._given_up = True
-        self._link.loop.call_soon_threadsafe(self._let_go)
+        self._link.soon(self._let_go)
 
     def _let_go(self) -> None:
         match, self._match = self._match, None
         if match is not None:
-            self._link.keep(self._release(match))
+            self._link.release(match)

@@ -107,7 +107,7 @@ class Saver:
             for part in job.groups:
                 for name in sorted(part.missing):  # layers whose forward pass ran without hooks, in a CUDA graph
                     self._layers[name].gather(part.ids, part.data[:, part.group.layers.index(name)])
-            self._link.loop.call_soon_threadsafe(self._enqueue, job)
+            self._link.soon(self._enqueue, job)
 
     def take_not_saved(self) -> dict[str, int]:
         """Requests whose pages from one on were not put, since it was last asked."""
@@ -137,7 +137,7 @@ class Saver:
     def _enqueue(self, job: Job) -> None:
         self._waiting.append(job)
         if self._putting is None or self._putting.done():
-            self._putting = asyncio.create_task(self._put_all())
+            self._putting = self._link.keep(self._put_all())
 
     async def _put_all(self) -> None:
         while self._waiting:

