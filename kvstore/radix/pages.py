@@ -171,12 +171,15 @@ class Parts:
         owner = np.arange(len(first), dtype=np.int32)
         while len(first):
             keep = first >= 0
-            owner, first = owner[keep], first[keep]
+            if not keep.all():
+                owner, first = owner[keep], first[keep]
             owners.append(owner)
             slots.append(first)
             first = self.next[first]
         if not owners:
             return np.empty(0, np.int32), np.empty(0, np.int32)
+        if len(owners) == 1 or not len(slots[1]):
+            return owners[0], slots[0]
         all_owners = np.concatenate(owners)
         order = np.argsort(all_owners, kind="stable")
         return all_owners[order], np.concatenate(slots)[order]

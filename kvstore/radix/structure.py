@@ -22,6 +22,8 @@ ROOT = 0
 FULL_ONLY = ComponentRules(1, ())
 MOVE_LIMIT = 1024
 """A run of at most so many pages is moved to keep paths compressed; a longer one gets a child instead."""
+_FEW_NODES = 12
+"""Paths of so many nodes are put together node by node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +137,25 @@ class TreeStructure:
         """The page slots of a path in order, from page `first` on (int32)."""
         if path.pages <= first:
             return np.empty(0, np.int32)
-        if len(path.nodes) == 1:
-            start = self.nodes.start[path.nodes[0]]
-            return np.arange(start + first, start + path.pages, dtype=np.int32)
-        starts = np.fromiter((self.nodes.start[n] for n in path.nodes), np.int64, len(path.nodes))
-        depths = np.fromiter((self.nodes.depth[n] for n in path.nodes), np.int64, len(path.nodes))
-        lengths = np.append(depths[1:], path.pages) - depths
-        return (np.arange(path.pages) + np.repeat(starts - depths, lengths))[first:].astype(np.int32)
+        count, start_of, depth_of = len(path.nodes), self.nodes.start, self.nodes.depth
+        if count <= _FEW_NODES:
+            ends = [*(depth_of[node] for node in path.nodes[1:]), path.pages]
+            runs = [
+                np.arange(start_of[node] + max(first - depth_of[node], 0), start_of[node] + end - depth_of[node], dtype=np.int32)
+                for node, end in zip(path.nodes, ends, strict=True)
+                if end > first
+            ]
+            return runs[0] if len(runs) == 1 else np.concatenate(runs)
+        nodes = np.fromiter(path.nodes, np.int64, count)
+        depths = np.asarray(depth_of)[nodes]
+        found: Slots = np.arange(path.pages, dtype=np.int32)
+        found += np.repeat(np.asarray(start_of)[nodes] - depths, np.diff(depths, append=path.pages))
+        return found[first:]
 
     def parts_of(self, slots: Slots) -> PartColumns:
         """The parts of pages, in the order of `slots`."""
         owner, part = self.parts.of(self.pages.part[slots])
-        return PartColumns(owner, self.parts.blob[part], self.parts.component[part], self.parts.ranges[part])
+        return PartColumns(owner, self.parts.blob[part], self.parts.component[part], np.take(self.parts.ranges, part, axis=0))
 
     def live_slots(self) -> Slots:
         """The slots of all pages."""

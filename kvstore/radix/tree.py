@@ -181,10 +181,10 @@ class RadixTree(TreeStructure):
     def children_on(self, path: Path) -> npt.NDArray[np.int32]:
         """How many different pages follow on each page of a path."""
         found = np.ones(path.pages, np.int32)
-        depth, children = self.nodes.depth, self.nodes.children
-        ends = [depth[node] for node in path.nodes[1:]]
-        found[np.array(ends, np.int64) - 1] = [children[node] for node in path.nodes[:-1]]
-        last = path.nodes[-1]
+        children, last = self.nodes.children, path.nodes[-1]
+        if len(path.nodes) > 1:
+            nodes = np.fromiter(path.nodes, np.int64, len(path.nodes))
+            found[np.asarray(self.nodes.depth)[nodes[1:]] - 1] = np.asarray(children)[nodes[:-1]]
         if path.tail == self.nodes.count[last]:
             found[-1] = children[last]
         return found
@@ -215,7 +215,7 @@ class RadixTree(TreeStructure):
 
         With `base_pages` the tokens are those after so many pages, and what is before has been opened already.
         """
-        if not any(self.nodes.sealed[node] for node in path.nodes):
+        if not self.ever_sealed or not any(self.nodes.sealed[node] for node in path.nodes):
             return path
         last = path.nodes[-1]
         if self.nodes.sealed[last] and path.tail < self.nodes.count[last]:
@@ -230,9 +230,12 @@ class RadixTree(TreeStructure):
                 self.child_index.add(self._node_hash(node), node)
         return path
 
-    def pin(self, path: Path) -> bytes:
-        """Lease a path's pages, so that none can be removed. Returns the key of its boundary, which `unpin` takes."""
-        self.pages.leases[self.path_slots(path)] += 1
+    def pin(self, path: Path, slots: Slots | None = None) -> bytes:
+        """Lease a path's pages, so that none can be removed. Returns the key of its boundary, which `unpin` takes.
+
+        `slots` are those of the path, if they are known.
+        """
+        self.pages.leases[self.path_slots(path) if slots is None else slots] += 1
         return self.key_at(path)
 
     def unpin(self, boundary_key: bytes) -> Slots:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.errors import BadRequest, Busy, NotFound
+from kvstore.radix.pages import Slots
 from kvstore.radix.tree import Path
 from kvstore.store.space import Space
 
@@ -52,8 +53,11 @@ class Leases:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def grant(self, owner: int, space: Space, paths: list[Path], now: float, ttl_s: float) -> Lease:
-        """Lease paths for `ttl_s` seconds. Raises Busy if the owner holds too much already."""
+    def grant(self, owner: int, space: Space, paths: list[Path], now: float, ttl_s: float, slots: Slots | None = None) -> Lease:
+        """Lease paths for `ttl_s` seconds; `slots` are those of a single path, if they are known.
+
+        Raises Busy if the owner holds too much already.
+        """
         self.check_time(ttl_s)
         pages = sum(path.pages for path in paths)
         held, wanted = self._bytes.get(owner, 0), pages * space.spec.page_bytes
@@ -64,7 +68,7 @@ class Leases:
             )
         if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
             raise Busy(f"this client holds {MAX_LEASES} leases: release some", retry_after_ms=1000)
-        lease = Lease(secrets.randbits(63), owner, space, [space.tree.pin(path) for path in paths], pages, now + ttl_s)
+        lease = Lease(secrets.randbits(63), owner, space, [space.tree.pin(path, slots) for path in paths], pages, now + ttl_s)
         self._by_id[lease.id] = lease
         self._by_owner.setdefault(owner, set()).add(lease.id)
         self._bytes[owner] = held + wanted

@@ -71,29 +71,31 @@ class Matching:
         start = self.base_path(owner, space, base)
         tree, page_tokens = space.tree, space.spec.page_tokens
         known = tree.match(tokens, extras, start)
-        path, usable = known, np.empty(0, np.int64)
+        path, usable, known_slots = known, np.empty(0, np.int64), np.empty(0, np.int32)
+        if tree.rules.optional or lease_s or parts or ask:
+            known_slots = tree.path_slots(known)
         if tree.rules.optional:
-            masks = tree.pages.components[tree.path_slots(known)]
+            masks = tree.pages.components[known_slots]
             path = tree.shorten(known, tree.rules.longest(masks))
             if boundaries:
                 usable = np.flatnonzero(tree.rules.usable(masks))
         elif boundaries:
             usable = np.arange(known.pages + 1)
+        slots = known_slots[: path.pages]
         self._stats.matches += 1
         self._stats.asked_tokens += len(tokens) // 4
         self._stats.matched_tokens += max(path.pages - start.pages, 0) * page_tokens
         lease = None
         if lease_s:
-            asked = _asked(space, tokens, extras, known, start.pages)
+            asked = _asked(space, tokens, extras, known_slots, start.pages)
             if path.pages:
                 path = tree.open_path(path, tokens, extras, start.pages)
-                lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s)
+                lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s, slots)
             try:
-                self._uses.use(space, path, hints, asked=asked)
+                self._uses.use_slots(space, slots, hints, asked=asked)
             except BaseException:
                 self._give_back(lease)
                 raise
-        slots = tree.path_slots(path) if parts or ask else np.empty(0, np.int32)
         table, in_dram = part_table(space, slots) if parts else (None, -1)
         found = Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
         return self._estimated(found, space, slots, ask, link_bytes_s)
@@ -167,10 +169,10 @@ class Matching:
         return space.tree.path_to(space.tree.pages.find_key(lease.boundaries[0]))
 
 
-def _asked(space: Space, tokens: bytes, extras: Extras, known: Path, base: int) -> Asked:
+def _asked(space: Space, tokens: bytes, extras: Extras, known: Slots, base: int) -> Asked:
     pages = base + len(tokens) // space.tree.pages.token_bytes
     rest = 0 if space.spec.hash_bytes else len(tokens) % space.tree.pages.token_bytes // 4
-    return Asked(pages * space.spec.page_tokens + rest, pages, space.tree.path_slots(known), base, tokens, extras)
+    return Asked(pages * space.spec.page_tokens + rest, pages, known, base, tokens, extras)
 
 
 def usable_path(space: Space, tokens: bytes, extras: Extras) -> Path:

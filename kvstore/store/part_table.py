@@ -54,26 +54,29 @@ def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
         here = all(slot != NO_SLOT for slot in space.blobs.slot[columns.blob].tolist())
         return PartTable((run,), space.blobs.ids_of(columns.blob), columns.blob), int(here)
     resident = space.blobs.slot[columns.blob] != NO_SLOT
-    in_dram = len(slots) - len(distinct(columns.page[~resident]))
-    geometry = np.concatenate([columns.component[:, np.newaxis].astype(np.uint16), columns.ranges], axis=1)
+    in_dram = len(slots) - (0 if resident.all() else len(distinct(columns.page[~resident])))
     counts = np.bincount(columns.page, minlength=len(slots)).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(counts)])
     runs: list[PartRun] = []
     page = 0
     while page < len(slots):
-        mine = geometry[starts[page] : starts[page + 1]]
-        end = _same_geometry_until(geometry, counts, starts, page)
-        runs.append(PartRun(page, end - page, tuple(PartRange(*(int(x) for x in row)) for row in mine)))
+        mine = slice(starts[page], starts[page + 1])
+        end = _same_geometry_until(columns, counts, starts, page)
+        ranges = zip(columns.component[mine].tolist(), columns.ranges[mine].tolist(), strict=True)
+        runs.append(PartRun(page, end - page, tuple(PartRange(component, *where) for component, where in ranges)))
         page = end
     return PartTable(tuple(runs), space.blobs.ids_of(columns.blob), columns.blob), in_dram
 
 
-def _same_geometry_until(geometry: npt.NDArray[np.uint16], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], page: int) -> int:
+def _same_geometry_until(columns: PartColumns, counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], page: int) -> int:
     """The first page after `page` whose parts have another geometry."""
     per_page = int(counts[page])
-    mine = geometry[starts[page] : starts[page + 1]]
     differing = np.flatnonzero(counts[page:] != per_page)
     end = page + int(differing[0]) if len(differing) else len(counts)
-    rows = geometry[starts[page] : starts[end]].reshape(end - page, per_page, 5)
-    differing = np.flatnonzero((rows != mine).any(axis=(1, 2)))
-    return page + int(differing[0]) if len(differing) else end
+    ranges = np.ascontiguousarray(columns.ranges).view(np.uint64)[:, 0]
+    differs = np.zeros(end - page, np.bool_)
+    for column in (columns.component, ranges):
+        rows = column[starts[page] : starts[end]].reshape(end - page, per_page)
+        if (other := rows != rows[0]).any():
+            differs |= other.any(axis=1)
+    return page + int(differs.argmax()) if differs.any() else end

@@ -7,7 +7,8 @@ on, unless it did not come up when the lease is over and somebody is to leave DR
 A request reads a prefix under a lease and then puts what was missing. Both are one use for a policy: a read counts for the pages that
 are there, and says how many were asked for; a put counts for the pages that it brings.
 
-Policies learn when there is time: uses are noted as they come, and told in their order once it is quiet, or before anything is decided.
+Policies learn when there is time: uses are noted as they come, and told in their order once it is quiet, between requests if many wait
+to be told, and before anything is decided.
 """
 
 import asyncio
@@ -34,8 +35,12 @@ DRAM, SSD = 1, 2
 _SEEN = 4
 """Of a page or ghost whose use a policy was told of."""
 _PLACE = ColumnSpec("place", "u1")
-_MAX_NOTES, _MAX_NOTED_PAGES, _PAGES_AT_A_TIME = 2048, 1 << 16, 4096
-"""Most uses noted and not told of, and most pages of them all; and about how many are told of in a row."""
+_MANY_NOTES, _MANY_NOTED_PAGES, _PAGES_AT_A_TIME = 1024, 1 << 16, 4096
+"""Of more uses noted and not told of, or more pages of them all, it is told without waiting for quiet; and about how many in a row."""
+_LEAST_PAGES = 128
+"""So many pages cost about as much to tell of as a use does at all."""
+_MAX_NOTES, _MAX_NOTED_PAGES = 4096, 1 << 20
+"""Most of them; where a loop's turn brings more, the request itself tells of the oldest."""
 _MAX_AWAITED_PAGES = 1 << 18
 """Most pages of which it is remembered that they are to be fetched, and as many reads as notes; of more, the first have come."""
 _AWAITED_AT_A_TIME, _LOOK_PAGES = 128, 2048
@@ -162,12 +167,13 @@ class Replacement:
     # --- telling the policies ------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Tell the policies of uses whenever it has been quiet for a moment."""
+        """Tell the policies of uses whenever it has been quiet for a moment, or many wait to be told."""
         while True:
             await self._wake.wait()
             noted = self._noted
             await asyncio.sleep(_QUIET_S)
-            if noted == self._noted:
+            many = len(self._notes) > _MANY_NOTES or self._noted_pages > _MANY_NOTED_PAGES
+            if many or noted == self._noted:
                 self._wake.clear()
                 await self.catch_up()
 
@@ -176,7 +182,7 @@ class Replacement:
         while self._notes:
             told = 0
             while self._notes and told < _PAGES_AT_A_TIME:
-                told += self._teach_next()
+                told += max(self._teach_next(), _LEAST_PAGES)
             await asyncio.sleep(0)
 
     def _flush(self) -> None:

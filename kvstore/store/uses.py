@@ -74,12 +74,17 @@ class Uses:
         """Times and ticks: all uses up to a tick were at its time, or before."""
         self.observers: list[Observer] = []
 
-    def use(self, space: Space, path: Path, hints: Hints | None = None, *, hits: int | None = None, asked: Asked | None = None) -> None:
-        """A path, which ends at a usable boundary, was used. `asked` is what for; None if pages were put.
+    def use(self, space: Space, path: Path, hints: Hints | None = None, *, hits: int | None = None) -> None:
+        """A path, which ends at a usable boundary, was used; `hits` of its pages were there before, all of them if None.
 
         Without `hints` (None) it is told about, not used: that says nothing of who will come back to it.
         """
-        slots = space.tree.path_slots(path)
+        self.use_slots(space, space.tree.path_slots(path), hints, hits=hits)
+
+    def use_slots(
+        self, space: Space, slots: Slots, hints: Hints | None = None, *, hits: int | None = None, asked: Asked | None = None
+    ) -> None:
+        """As `use`, of a path whose slots are known. `asked` is what for; None if pages were put."""
         self._tick += 1
         space.tree.touch(slots, self._tick)
         if hints is None:

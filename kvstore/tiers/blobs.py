@@ -58,7 +58,7 @@ class BlobTable:
     def ids_of(self, rows: npt.NDArray[np.int32]) -> bytes:
         """Blob ids of several rows, 16 bytes each."""
         table = np.frombuffer(self._id_memory, np.uint8, self.slots.high * DIGEST_BYTES).reshape(-1, DIGEST_BYTES)
-        return table[rows].tobytes()
+        return np.take(table, rows, axis=0).tobytes()
 
     def layout_of(self, row: int) -> SliceLayout:
         """How the blob's payload is cut into slices."""

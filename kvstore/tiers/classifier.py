@@ -26,6 +26,7 @@ from kvstore.tiers.reuse.features import (
     request_code,
     rhythm_octave,
 )
+from kvstore.tiers.reuse.runs import by_runs
 from kvstore.tiers.reuse.score import Score
 
 _HORIZON = 2.0
@@ -98,48 +99,46 @@ class Classifier(Policy):
             self._score.look_at_hints()
             if self._admission is not None:
                 self._admission.look_at_hints()
-        if not use.counted:
-            self._play(columns, use)
-        if use.counted >= len(use.slots):
+        slots, counted = use.slots.astype(np.intp), use.counted  # numpy takes half the time for indices of its own type
+        state = columns["state"].take(slots)
+        if not counted:
+            self._play(state[: use.known])
+        if counted >= len(slots):
             return
         if self._admission is not None:
-            self._admission.looked_up(len(use.slots) - use.counted, max(_REBUILD_LEAST, _SSD_WINDOW * self._capacity))
-        mine, back = use.slots[use.counted :], use.slots[use.counted : use.known]
-        gaps = np.maximum(now - columns["last"][back], 0.0)
+            self._admission.looked_up(len(slots) - counted, max(_REBUILD_LEAST, _SSD_WINDOW * self._capacity))
+        mine, back = slots[counted:], slots[counted : use.known]
+        octaves = np.empty(0, np.int64)
         if len(back):
-            self._learn_reuse(columns, back, gaps)
-            self._learn_admission(columns, back, gaps)
+            gaps = np.maximum(now - columns["last"].take(back), 0.0)
+            octaves = by_runs(gap_octaves, gaps)
+            self._learn(columns, back, gaps, state[counted : use.known])
         turn, rhythm, was_end, base_uses, request_gap = self._conversation(columns, use)
         uses = columns["uses"]
-        uses[back] = np.minimum(uses[back], _MOST - 1) + 1
-        uses[use.slots[max(use.known, use.counted) :]] = 1
-        count = max(use.pages, len(use.slots))
-        octaves = np.zeros(len(mine), np.int64)
-        if len(back):
-            octaves[: len(back)] = gap_octaves(gaps)
+        uses[back] = np.minimum(uses.take(back), _MOST - 1) + 1
+        uses[slots[max(use.known, counted) :]] = 1
+        count = max(use.pages, len(slots))
         rhythm_bin = rhythm_octave(rhythm) if use.known else 0
         shared = request_code(
             {
                 Field.NEW_PAGES: octave(count - use.known), Field.KNOWN_PAGES: octave(use.known), Field.PAGES: octave(count),
-                Field.REQUEST_GAP: int(octaves[len(back) - 1]) if len(back) else request_gap, Field.TURNS: octave(turn, 7),
+                Field.REQUEST_GAP: int(octaves[-1]) if len(back) else request_gap, Field.TURNS: octave(turn, 7),
                 Field.WAS_END: was_end, Field.RHYTHM: rhythm_bin, Field.HINT: code,
             }
         )  # fmt: skip
-        depths = np.arange(use.counted, len(use.slots))
         codes = page_codes(
-            uses=uses[mine], gaps=octaves, depths=depths, end=count, children=use.children[use.counted :], new=depths >= use.known,
-            base_uses=base_uses,
-        ) | np.uint64(shared)  # fmt: skip
+            uses=uses.take(mine), gaps=octaves, first=counted, known=use.known, end=count, children=use.children[counted:],
+            base_uses=base_uses, shared=shared,
+        )  # fmt: skip
         score = np.minimum(np.maximum(self._score.of(codes) * 2 + SCORES / 2, 0), SCORES - 1).astype(np.uint8)
-        columns["code"][mine] = codes
-        columns["class"][mine] = score + np.uint8(min(RHYTHMS - 1, rhythm_bin // 2) * SCORES)
+        score += np.uint8(min(RHYTHMS - 1, rhythm_bin // 2) * SCORES)
+        columns["code"][mine], columns["class"][mine] = codes, score
         columns["last"][mine], columns["turns"][mine], columns["rhythm"][mine] = now, turn, rhythm
-        columns["state"][mine] = columns["state"][mine] & _IN | (_KNOWN | _WAITS | _SHADOW)
+        columns["state"][mine] = state[counted:] & _IN | (_KNOWN | _WAITS | _SHADOW)
         self._since += len(mine)
 
-    def _play(self, columns: Columns, use: Use) -> None:
-        """Who is followed holds the tier; the other plays with a shadow of it."""
-        state = columns["state"][use.slots[: use.known]]
+    def _play(self, state: npt.NDArray[np.uint8]) -> None:
+        """Who is followed holds the tier; the other plays with a shadow of it. `state` is of the pages of a path that are known."""
         ours, rival = _front(state & _IN), _front(state & _SHADOW)
         self._duel.played(*((ours, rival) if self._rival_is_lru else (rival, ours)))
 
@@ -151,20 +150,19 @@ class Classifier(Policy):
         """They are not in the tier any more."""
         columns["state"][slots] &= ~np.uint8(_IN)
 
-    def _learn_reuse(self, columns: Columns, back: Slots, gaps: npt.NDArray[np.float64]) -> None:
-        self._tables.reused(columns["class"][back], gaps)
-        waits = (columns["state"][back] & _WAITS) != 0
-        self._score.learn(columns["code"][back[waits]], used_again=gaps[waits] <= self.horizon_s)
-
-    def _learn_admission(self, columns: Columns, back: Slots, gaps: npt.NDArray[np.float64]) -> None:
+    def _learn(self, columns: Columns, back: npt.NDArray[np.intp], gaps: npt.NDArray[np.float64], state: npt.NDArray[np.uint8]) -> None:
+        """Pages are used again, after so many seconds."""
+        codes = columns["code"].take(back)
+        self._tables.reused(columns["class"].take(back), gaps)
+        waits = (state & _WAITS) != 0
+        self._score.learn(codes[waits], used_again=gaps[waits] <= self.horizon_s)
         if self._admission is None or not self._ssd_horizon:
             return
-        state = columns["state"][back]
         offered = (state & (_OFFERED | _IN)) == _OFFERED
         if offered.any():
-            slots, refused = back[offered], (state[offered] & _REFUSED) != 0
+            refused = (state[offered] & _REFUSED) != 0
             in_time = gaps[offered] <= self._ssd_horizon
-            self._admission.came_back(columns["code"][slots], columns["odds"][slots], refused, in_time)
+            self._admission.came_back(codes[offered], columns["odds"].take(back[offered]), refused, in_time)
 
     def _conversation(self, columns: Columns, use: Use) -> tuple[int, float, int, int, int]:
         """(turns, smoothed gap, where its end was, uses, last gap) of the conversation that the deepest known page tells of."""
@@ -349,9 +347,10 @@ def _with(pages: Pages, state: int) -> Pages:
     return Pages(pages.columns, slots, pages.high, pages.raised)
 
 
-def _front(bits: npt.NDArray[Any]) -> int:
-    """How many are set before the first that is not."""
-    return len(bits) if bits.all() else int(bits.argmin())
+def _front(bits: npt.NDArray[np.integer[Any]]) -> int:
+    """How many are set (to one bit, all to the same) before the first that is not."""
+    first = int(bits.argmin()) if len(bits) else 0
+    return first if len(bits) and not bits[first] else len(bits)
 
 
 def _least(values: Values, recency: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvstore.hints import Ended, Hints, Turn
 from kvstore.tiers.classifier import Classifier
@@ -17,8 +18,7 @@ RNG = np.random.default_rng(7)
 def codes_of(gaps: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     count = len(gaps)
     return page_codes(
-        uses=np.ones(count, np.uint8), gaps=gaps, depths=np.arange(count), end=count, children=np.ones(count, np.int32),
-        new=np.zeros(count, np.bool_), base_uses=3,
+        uses=np.ones(count, np.uint8), gaps=gaps, first=0, known=count, end=count, children=np.ones(count, np.int32), base_uses=3, shared=0,
     )  # fmt: skip
 
 
@@ -35,6 +35,36 @@ def test_each_number_of_a_code_is_read_back() -> None:
     assert [octave(count) for count in (0, 1, 2, 3, 4, 5, 8, 9, 1 << 40)] == [0, 1, 2, 3, 3, 4, 4, 5, 15]
     octaves = gap_octaves(np.exp2(np.arange(-5, 20))).tolist()
     assert octaves == sorted(octaves)
+
+
+def test_paths_beyond_the_tables_have_codes_like_their_ends() -> None:
+    deep = page_codes(
+        uses=np.ones(3, np.uint8), gaps=np.array([2, 2], np.int64), first=(1 << 16) - 1, known=(1 << 16) + 1, end=1 << 18,
+        children=np.array([1, 1 << 17, 2], np.int32), base_uses=3, shared=0,
+    )  # fmt: skip
+    assert field(deep, Field.DEPTH).tolist() == [15, 15, 15]
+    assert field(deep, Field.FROM_END).tolist() == [7, 7, 7]
+    assert field(deep, Field.CHILDREN).tolist() == [1, 7, 8 + 2]
+    assert field(deep, Field.BASE_USES).tolist() == [3, 3, 8 + 3]
+    assert field(deep, Field.GAP).tolist() == [2, 2, 0]
+
+
+def test_a_long_path_is_scored_and_learned_by_runs_as_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = np.repeat(codes_of(RNG.integers(1, 16, 300)), RNG.integers(1, 9, 300))
+    again = np.repeat(RNG.random(len(codes)) < 0.5, 3)[: len(codes)]
+
+    def learned() -> npt.NDArray[np.float64]:
+        score = Score()
+        for _ in range(20):
+            score.learn(codes, used_again=again)
+            score.learn(codes, used_again=True)
+        return score.of(codes)
+
+    by_runs = learned()
+    monkeypatch.setattr("kvstore.tiers.reuse.score.MANY", len(codes) + 1)
+    by_page = learned()
+    assert np.ptp(by_page) > 0.1
+    assert np.allclose(by_runs, by_page)
 
 
 def test_every_hint_has_a_code_of_its_own() -> None:

@@ -9,6 +9,8 @@ all times to give up: hit density (N. Beckmann et al., LHD, NSDI '18) with its h
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.tiers.reuse.runs import MANY, by_runs
+
 SCORES, RHYTHMS = 24, 6
 CLASSES = SCORES * RHYTHMS
 _AGES = 64
@@ -33,7 +35,11 @@ class AgeTables:
 
     def reused(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
         """Pages were used again at these ages (seconds)."""
-        np.add.at(self._reused.ravel(), classes.astype(np.int64) * _AGES + _bins(ages), 1.0)
+        places = classes.astype(np.int64) * _AGES + by_runs(_bins, ages)
+        if len(places) < MANY:
+            np.add.at(self._reused.ravel(), places, 1.0)
+        else:
+            self._reused += np.bincount(places, minlength=CLASSES * _AGES).reshape(CLASSES, _AGES)
 
     def lost(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
         """Pages were forgotten at these ages: they were not used up to then."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvstore.hints import Ended, Hints, Turn
 
 Ints = npt.NDArray[np.int64]
+Codes = npt.NDArray[np.uint64]
 
 
 class Field(IntEnum):
@@ -68,8 +69,16 @@ def _octaves(top: int) -> Ints:
     return np.minimum(top, np.where(count == 0, 0, 1 + np.ceil(np.log2(np.maximum(count, 1))))).astype(np.int64)
 
 
-_OCTAVES_15, _OCTAVES_7 = _octaves(15), _octaves(7)
+def _placed(values: Ints, which: Field) -> Codes:
+    """Values of a field where codes have them."""
+    return values.astype(np.uint64) << np.uint64(4 * which)
+
+
 _USES = np.array([0, 1, 2, 3, 4, 5, 6, 7, 7] + [8] * 4 + [9] * 4 + [10] * 16 + [11] * 32 + [12] * 191, np.int64)
+_USES_CODES, _GAP_CODES = _placed(_USES, Field.USES), _placed(np.arange(16), Field.GAP)
+_DEPTH_CODES, _FROM_END_CODES = _placed(_octaves(15), Field.DEPTH), _placed(_octaves(7), Field.FROM_END)
+_CHILDREN_CODES = _placed(_octaves(7), Field.CHILDREN)
+_NEW = np.uint64(8 << 4 * Field.CHILDREN | 8 << 4 * Field.BASE_USES)
 
 
 def octave(count: int, top: int = 15) -> int:
@@ -97,7 +106,7 @@ def hint_code(hints: Hints) -> int:
     return 1 + 3 * ended + turn
 
 
-def field(codes: npt.NDArray[np.uint64], which: Field) -> Ints:
+def field(codes: Codes, which: Field) -> Ints:
     """One number of each code."""
     found: Ints = (codes >> np.uint64(4 * which) & np.uint64(15)).astype(np.int64)
     return found
@@ -109,17 +118,23 @@ def request_code(values: dict[Field, int]) -> int:
 
 
 def page_codes(
-    *, uses: npt.NDArray[Any], gaps: Ints, depths: Ints, end: int, children: npt.NDArray[Any], new: npt.NDArray[np.bool_], base_uses: int
-) -> npt.NDArray[np.uint64]:
-    """The part of the code that is each page's own. `end` is how many pages the request has, `gaps` are octaves."""
-    clipped = np.minimum(depths, _TABLE - 1)
-    from_end = np.minimum(end - 1 - depths, _TABLE - 1)
-    found = (
-        _USES[uses] << 4 * Field.USES
-        | gaps << 4 * Field.GAP
-        | _OCTAVES_7[from_end] << 4 * Field.FROM_END
-        | _OCTAVES_15[clipped] << 4 * Field.DEPTH
-        | (_OCTAVES_7[np.minimum(children, _TABLE - 1)] + 8 * new) << 4 * Field.CHILDREN
-        | (base_uses + 8 * new) << 4 * Field.BASE_USES
-    )
-    return np.asarray(found, np.uint64)
+    *, uses: npt.NDArray[np.uint8], gaps: Ints, first: int, known: int, end: int, children: npt.NDArray[Any], base_uses: int, shared: int
+) -> Codes:
+    """The codes of the pages of a path from `first` on, of which those before `known` were known; `shared` is what all have of the request.
+
+    `end` is how many pages the request has. `gaps` are octaves, of the first of these pages: of those that are used again.
+    """
+    last = first + len(uses)
+    found: Codes = _USES_CODES.take(uses)
+    found |= _CHILDREN_CODES.take(children, mode="clip")
+    found |= _run(_DEPTH_CODES, first, last)
+    found |= _run(_FROM_END_CODES, end - last, end - first)[::-1]
+    found |= np.uint64(shared | base_uses << 4 * Field.BASE_USES)
+    found[: len(gaps)] |= _GAP_CODES.take(gaps)
+    found[max(known - first, 0) :] |= _NEW
+    return found
+
+
+def _run(table: Codes, first: int, last: int) -> Codes:
+    """What a table has for consecutive numbers; for those beyond its end what it has for its last."""
+    return table[first:last] if last <= len(table) else table.take(np.arange(first, last), mode="clip")

@@ -4,15 +4,22 @@ One weight for each pair of values of each pair of features; steps by AdaGrad (J
 was learned long ago can be unlearned. Pages of one request are one example: their gradients are summed.
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.tiers.reuse.features import HINT_PAIRS, PAIRS, Field
+from kvstore.tiers.reuse.runs import MANY, grouped
 
 _RATE = 0.3
 _WIDTH = 256
 """Values of a pair of features."""
 _REQUESTS_AT_A_TIME = 32
+_USED = np.uint64(1 << 63)
+"""A bit that codes do not have: the page was used again."""
+
+_Codes = npt.NDArray[np.uint64]
 
 
 class Score:
@@ -39,22 +46,36 @@ class Score:
             self.hinted = True
             self._look_at(PAIRS + HINT_PAIRS)
 
-    def _places(self, codes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    def _places(self, codes: _Codes) -> npt.NDArray[np.int64]:
         column, low = codes[:, np.newaxis], np.uint64(15)
         pairs = ((column >> self._first & low) << np.uint64(4)) | (column >> self._second & low)
         return pairs.astype(np.int64) + self._bases
 
-    def of(self, codes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    def of(self, codes: _Codes) -> npt.NDArray[np.float64]:
         """The log-odds for pages with these codes (see features)."""
+        if len(codes) < MANY:
+            return self._of(codes)
+        lengths, different, which = grouped(codes)
+        return np.repeat(self._of(different)[which], lengths)
+
+    def _of(self, codes: _Codes) -> npt.NDArray[np.float64]:
         found: npt.NDArray[np.float64] = self._weights[self._places(codes)].sum(1)
         return found
 
-    def learn(self, codes: npt.NDArray[np.uint64], *, used_again: bool | npt.NDArray[np.bool_]) -> None:
+    def learn(self, codes: _Codes, *, used_again: bool | npt.NDArray[np.bool_]) -> None:
         """What became of pages of one request that had these codes: of all the same, or of each."""
         if not len(codes):
             return
+        pages: int | npt.NDArray[Any] = 1
+        if len(codes) >= MANY:
+            if not isinstance(used_again, bool):
+                codes = np.where(used_again, codes | _USED, codes)
+            lengths, codes, which = grouped(codes)
+            pages = np.bincount(which, lengths)
+            if not isinstance(used_again, bool):
+                used_again, codes = codes >= _USED, codes & ~_USED
         places = self._places(codes)
-        error = 1 / (1 + np.exp(-self._weights[places].sum(1))) - used_again
+        error = (1 / (1 + np.exp(-self._weights[places].sum(1))) - used_again) * pages
         pairs = places.shape[1]
         gradient = np.bincount(places.ravel(), np.repeat(error, pairs), len(self._weights))
         self._sums += gradient * gradient
