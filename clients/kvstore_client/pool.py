@@ -226,7 +226,7 @@ class Pool:
                     gone_s = self.gone_s()
                     if gone_s >= self._reconnect_s:
                         raise ConnectionLost(f"{lost.message}. It has been away for {gone_s:.0f} s") from lost
-                    await asyncio.sleep(min(backoff, self._reconnect_s - gone_s) * random.uniform(0.5, 1.0))
+                    await asyncio.sleep(max(min(backoff, self._reconnect_s - gone_s), _FIRST_BACKOFF_S) * random.uniform(0.5, 1.0))
                     backoff = min(2 * backoff, _MAX_BACKOFF_S)
         except asyncio.CancelledError as cancelled:
             blame(cancelled, last)

@@ -1,6 +1,7 @@
 """What a validation found wrong, in the words of the rest: which field, what it was, and what is allowed."""
 
 import json
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -50,12 +51,14 @@ def _sentence(error: Any, *, secret: bool) -> str:
     for name, words in _LENGTHS.items():
         if name in context:
             unit = "characters" if kind.startswith("string") else "items"
-            return f"{named} has {context.get('actual_length', 'too few or too many')} {unit}, not {words.format(context[name])}".replace(
-                f"{unit}, not at least 1", f"{unit}, and needs at least one"
-            )
+            value = error.get("input")
+            count = f" ({len(value)})" if isinstance(value, str | list | tuple | dict) else ""
+            return f"{named} has the wrong number of {unit}{count}: {words.format(context[name])}"
     if "expected" in context:
         return f"{there} {context['expected']}"
     if "pattern" in context:
+        if (choice := re.fullmatch(r"\^\(([a-z_|]+)\)\$", context["pattern"])) is not None:
+            return f"{there} one of {choice[1].replace('|', ', ')}"
         return f"{there} of the form {context['pattern']}"
     wanted = _WANTED.get(kind.partition("_")[0])
     return f"{there} {wanted}" if wanted is not None else f"{named}: {error['msg']}"

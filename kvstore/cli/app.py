@@ -61,7 +61,7 @@ def _root(
         typer.Option(envvar="KVSTORE_TLS_CA", help="Certificates (PEM) to trust instead of the system's."),
     ] = None,
 ) -> None:
-    credentials.token, credentials.tls_ca = token, tls_ca
+    credentials.token, credentials.tls_ca = token.strip(), tls_ca
 
 
 def main() -> None:

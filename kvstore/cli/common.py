@@ -110,6 +110,18 @@ def http_problem(error: urllib.error.HTTPError) -> KVStoreError:
 def unreachable(base: str, error: Exception) -> ConnectionLost:
     """Nobody answers at an address, or not in HTTP."""
     reason = getattr(error, "reason", error) or type(error).__name__
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return ConnectionLost(f"the certificate at {base} does not verify: {reason.verify_message}; --tls-ca names a file of whom to trust")
+    if isinstance(reason, ssl.SSLError):
+        return ConnectionLost(f"what answers at {base} does not speak TLS: is it http://?")
+    if isinstance(reason, http.client.RemoteDisconnected):
+        return ConnectionLost(
+            f"what answers at {base} closed the connection without a word: is it https://, or the port of the data plane?"
+        )
+    if isinstance(reason, http.client.BadStatusLine) and str(reason).startswith("kV"):
+        return ConnectionLost(f"the data plane answers at {base}: the control plane (HTTP) has a port of its own, 7420 by default")
+    if isinstance(reason, http.client.HTTPException | ValueError):
+        return ConnectionLost(f"what answers at {base} does not do so in HTTP and JSON as a daemon does ({type(reason).__name__})")
     return ConnectionLost(f"no daemon answers at {base} ({reason}); start one with `kvstore serve`, or give --http http://HOST:PORT")
 
 

@@ -128,6 +128,21 @@ def test_who_is_trusted(secure: DaemonProcess, authority: Authority, tmp_path: P
         pass
 
 
+def test_who_speaks_no_tls_is_told(secure: DaemonProcess, authority: Authority) -> None:
+    from kvstore.cli.common import http_json
+
+    with pytest.raises(ConnectionLost, match=r"tls://HOST:PORT"):
+        Client(secure.endpoint.removeprefix("tls://"))
+    with pytest.raises(ConnectionLost, match=r"is it https://"):
+        http_json(secure.http.replace("https:", "http:"), "/v1/stat")
+    with pytest.raises(ConnectionLost, match=r"does not verify: .*; --tls-ca names a file"):
+        http_json(secure.http, "/v1/stat")
+    with pytest.raises(ConnectionLost, match=r"does not verify: .*KVSTORE_TLS_CA names a file"):
+        Client(secure.endpoint, token=ALICE)
+    with Client(secure.endpoint, token=f" {ALICE}\n", tls=authority.client()) as client:
+        client.ping()
+
+
 def test_plain_and_broken_handshakes_leave_nothing(secure: DaemonProcess, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     host, port = secure.endpoint.removeprefix("tls://").rsplit(":", 1)
     with pytest.raises((ConnectionLost, OSError)), Client(f"{host}:{port}", token=ALICE, timeout=5):

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.api.wire import FrameType
 from kvstore.api.wire.messages import ErrorReply, Message
-from kvstore_client import BadRequest, Busy, Client, Component, ConnectionLost, DeadlineExceeded, Hints, KVSpec, PartRange
+from kvstore_client import BadRequest, Busy, Client, Component, ConnectionLost, DeadlineExceeded, Hints, KVSpec, KVStoreError, PartRange
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
@@ -118,6 +118,19 @@ def test_a_field_of_the_wrong_kind_is_refused_and_the_connection_goes_on(daemon:
         assert refused.code == "bad_request"
         assert "namespace" in refused.message
         assert raw.alive()
+
+
+def test_the_port_of_the_other_plane_is_told_apart(daemon: DaemonProcess) -> None:
+    from kvstore.cli.common import http_json
+
+    with pytest.raises(KVStoreError, match=r"this is HTTP.*ports of their own"):
+        Client(daemon.http.removeprefix("http://"))
+    with pytest.raises(ConnectionLost, match=r"the data plane answers at .*, 7420 by default"):
+        http_json(f"http://{daemon.endpoint}", "/v1/stat")
+    with pytest.raises(ConnectionLost, match="does not speak TLS: is it http://"):
+        http_json(daemon.http.replace("http:", "https:"), "/v1/stat")
+    with pytest.raises(ConnectionLost, match=r"no daemon answers.*Connection refused"):
+        http_json("http://127.0.0.1:1", "/v1/stat")
 
 
 def test_a_shard_without_a_put_id_is_refused(daemon: DaemonProcess) -> None:

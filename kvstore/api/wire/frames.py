@@ -127,11 +127,26 @@ class Header(NamedTuple):
             raise ProtocolError(f"a {self.type.name} frame does not match its check: the bytes were changed on the way")
 
 
+_HTTP_METHODS = {b"GET ", b"POST", b"PUT ", b"HEAD", b"DELE", b"OPTI", b"PATC"}
+_TLS_HANDSHAKE = b"\x16\x03"
+
+
+def _stranger(first: bytes) -> str:
+    """What somebody speaks who does not begin a frame as kvstore does."""
+    if first == b"HTTP" or first in _HTTP_METHODS:
+        return "this is HTTP, not a kvstore frame: the control plane (HTTP) and the data plane have ports of their own"
+    if first[:2] == _TLS_HANDSHAKE:
+        return (
+            "this is TLS, not a kvstore frame: the daemon speaks it on its data plane where it was given a certificate, to tls://HOST:PORT"
+        )
+    return f"not a kvstore frame: it begins with {first.hex()}"
+
+
 def decode_header(raw: bytes | bytearray | memoryview) -> Header:
     """Read a header (32 bytes) and check every bound. Raises ProtocolError."""
     magic, version, kind, pieces, request, meta_bytes, payload_bytes, check = _HEADER.unpack_from(raw)
     if magic != MAGIC:
-        raise ProtocolError(f"not a kvstore frame: it begins with {bytes(raw[:4]).hex()}")
+        raise ProtocolError(_stranger(bytes(raw[:4])))
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"frame of protocol version {version}, this side speaks {PROTOCOL_VERSION}")
     frame_type = _TYPES.get(kind)

@@ -150,7 +150,7 @@ class TlsChannel(Channel):
 
 def _reason(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate does not verify: {error.verify_message}"
+        return f"the certificate does not verify: {error.verify_message}; KVSTORE_TLS_CA names a file of whom to trust"
     if error.reason == "WRONG_VERSION_NUMBER":
-        return "what answers does not speak TLS"
+        return "what answers does not speak TLS (without it the endpoint is HOST:PORT)"
     return (error.reason or str(error)).replace("_", " ").lower()
