@@ -173,8 +173,9 @@ async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names:
                 if ahead.must_wait:
                     sender.held_up = True
                     await sender.flush()  # nothing is held while waiting, or fetches that read around DRAM could wait for each other
-                stored = sender.take_over(await ahead.next(sender.request))
-            await sender.send_run(run, row, stored)
+                await sender.send_held(run, await ahead.next(sender.request))
+            else:
+                await sender.send_run(run, row, stored)
         await sender.flush()
     finally:
         try:
@@ -239,7 +240,7 @@ class _ReadAhead:
         while len(self._started) < _AHEAD and (row := next(self._rows, None)) is not None:
             held = self._store.hold_resident(self._space, row)
             self._turns.append(turn := asyncio.Event())
-            self._started.append(held or asyncio.create_task(self._store.hold(self._space, row, turn)))
+            self._started.append(held or asyncio.create_task(self._store.hold(self._space, row, turn, early=True)))
         if self._turns:
             self._turns[0].set()
 
@@ -306,14 +307,14 @@ class _Sender:
         """Whether there are pieces to flush."""
         return bool(self._pieces)
 
-    def take_over(self, held: Held) -> memoryview:
-        """Hold a blob until its pieces are sent. Returns its stored form."""
+    async def send_held(self, run: Run, held: Held) -> None:
+        """Send a run of a blob that is held, and let go of it once its pieces are sent. It may still be on its way from SSD."""
         self._held.append(held)
         self._named.discard(held.row)
-        return held.view
+        await self.send_run(run, held.row, held.view, held)
 
-    async def send_run(self, run: Run, row: int, stored: memoryview) -> None:
-        """Send a run of a blob. Its stored form stays in place for the fetch, or was taken over just before."""
+    async def send_run(self, run: Run, row: int, stored: memoryview, held: Held | None = None) -> None:
+        """Send a run of a blob. Its stored form stays in place for the fetch, or is `held`, the last that was taken over."""
         layout = self._space.blobs.layout_of(row)
         if row not in self._named:
             if blob_id(stored[layout.payload_bytes :]) != self._space.blobs.id_of(row):
@@ -321,12 +322,21 @@ class _Sender:
             self._named.add(row)
         self._verified = None
         for piece in cut_lazily(run, layout):
+            if held is not None and not held.has(piece.slice):
+                await self._wait_for(held, piece.slice)
             if self.full(piece):
                 await self.flush(keep_last=True)
             self.add(piece, layout, stored, row)
             if self._work > _BREATH:  # many small pieces are much work for few bytes, and no write that waits
                 self._work = 0
                 await asyncio.sleep(0)
+
+    async def _wait_for(self, held: Held, number: int) -> None:
+        """Wait for a slice that is being read; what came before it is sent meanwhile."""
+        self.held_up = True
+        await self.flush(keep_last=True)
+        with self._connection.interruptible(self.request):
+            await held.wait_for(number)
 
     def full(self, piece: Piece) -> bool:
         """Whether a piece has no place in the frame any more."""

@@ -13,6 +13,7 @@ import numpy as np
 from kvstore.columns import distinct
 from kvstore.errors import Busy, Corrupt, DiskFailing, KVStoreError, NoSpace, NotFound
 from kvstore.radix.pages import Slots
+from kvstore.store.arriving import Arriving
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
 from kvstore.store.quotas import Quotas, room_to_make
 from kvstore.store.rates import Meter, Rates
@@ -45,12 +46,24 @@ class Held:
     row: int
     view: memoryview
     _staging: asyncio.Semaphore | None = None
+    _arriving: Arriving | None = None
+
+    def has(self, number: int) -> bool:
+        """Whether a slice is there; always, but for a blob that was held while it was still being read."""
+        return self._arriving is None or self._arriving.has(number)
+
+    async def wait_for(self, number: int) -> None:
+        """Return once a slice is there. Raises what `hold` would have raised, had it waited for all of the blob."""
+        if self._arriving is not None:
+            await self._arriving.wait_for(number)
 
     def release(self) -> None:
         """Let the blob go."""
         self.space.unpin(self.row)
         if self._staging is not None:
             self._staging.release()
+        if self._arriving is not None:
+            self._arriving.leave()
 
 
 class Residency:
@@ -77,7 +90,7 @@ class Residency:
         self._wake = asyncio.Event()
         self._room = asyncio.Condition()
         self._growing: dict[SlotClass, asyncio.Task[None]] = {}
-        self._loading: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._loading: dict[tuple[int, int], tuple[Arriving, asyncio.Task[None]]] = {}
         self._staging = asyncio.Semaphore(_STAGING_BLOBS)
         self._moving = False
         self._refused: set[int] = set()
@@ -218,11 +231,11 @@ class Residency:
             return None
         return self._arena.view(slot)[: space.stored_bytes(row)]
 
-    async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None) -> "Held":
+    async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None, *, early: bool = False) -> "Held":
         """Pin a blob in memory, promoting it from SSD if need be.
 
-        It is only read around DRAM, through one of a few buffers, once it is its `turn`. Raises
-        NotFound (Corrupt if the bytes did not verify) when no tier has it.
+        It is only read around DRAM, through one of a few buffers, once it is its `turn`. With `early` its first slices are enough:
+        ask `Held.has` before a slice is read. Raises NotFound (Corrupt if the bytes did not verify) when no tier has it.
         """
         space.pin(row)
         try:
@@ -230,9 +243,13 @@ class Residency:
                 return await self._stage(space, row, turn)
             if space.blobs.slot[row] == NO_SLOT:
                 try:
-                    await self._promote(space, row)
+                    arriving = await self._promote(space, row, early=early)
                 except Busy:
                     return await self._stage(space, row, turn)
+                if not arriving.ended:
+                    space.pin(row)
+                    arriving.join()
+                    return Held(space, row, arriving.view, _arriving=arriving)
             held = self.hold_resident(space, row)
             assert held is not None, "a pinned blob left DRAM"
             return held
@@ -244,52 +261,69 @@ class Residency:
         if space.blobs.slot[row] == NO_SLOT:
             await self._promote(space, row)
 
-    async def _promote(self, space: Space, row: int) -> None:
+    async def _promote(self, space: Space, row: int, *, early: bool = False) -> Arriving:
+        """Have a blob read into DRAM. Returns when it is there, or with `early` when its first slice is."""
         name = (space.number, row)
-        loading = self._loading.get(name)
-        if loading is None:
-            task = asyncio.ensure_future(self._load(space, row))
-            self._loading[name] = task
+        if name not in self._loading:
+            arriving = Arriving()
+            task = asyncio.create_task(self._load(space, row, arriving))
+            self._loading[name] = arriving, task
             task.add_done_callback(lambda done: self._loaded(name, done))
-            loading = task
-        await asyncio.shield(loading)
+        arriving, task = self._loading[name]
+        if early:
+            await arriving.wait_for(0)
+        if not early or arriving.ended:
+            await asyncio.shield(task)
+        return arriving
 
     def _loaded(self, name: tuple[int, int], done: "asyncio.Future[None]") -> None:
         self._loading.pop(name, None)
         if not done.cancelled():
             done.exception()  # seen: those who waited for it may all be gone
 
-    async def _load(self, space: Space, row: int) -> None:
+    async def _load(self, space: Space, row: int, arriving: Arriving) -> None:
         space.pin(row)
         try:
-            stored = space.stored_bytes(row)
-            try:
-                slot = await self.allocate(space, stored, wait_s=min(0.1, self._wait_s))
-            except NoSpace as error:  # it is read around DRAM then
-                raise Busy(error.message, retry_after_ms=1000) from error
-            try:
-                await self._read(space, row, self._arena.view(slot)[:stored])
-            except BaseException:
-                self._arena.free(slot)
-                raise
-            if space.blobs.slot[row] != NO_SLOT:  # a put brought the same bytes meanwhile
-                self._arena.free(slot)
-                return
-            space.set_slot(row, slot)
-            self._stats.promoted_blobs += 1
-            self._stats.promoted_stored_bytes += stored
+            await self._load_into_slot(space, row, arriving)
+        except BaseException as error:
+            arriving.end(error)
+            raise
+        else:
+            arriving.end()
         finally:
             space.unpin(row)
 
-    async def _read(self, space: Space, row: int, target: memoryview) -> None:
+    async def _load_into_slot(self, space: Space, row: int, arriving: Arriving) -> None:
+        stored = space.stored_bytes(row)
+        try:
+            slot = await self.allocate(space, stored, wait_s=min(0.1, self._wait_s))
+        except NoSpace as error:  # it is read around DRAM then
+            raise Busy(error.message, retry_after_ms=1000) from error
+        arriving.view = self._arena.view(slot)[:stored]
+        try:
+            await self._read(space, row, arriving.view, arriving.came)
+        except BaseException:
+            arriving.unused(lambda: self._arena.free(slot))
+            raise
+        if space.blobs.slot[row] != NO_SLOT:  # a put brought the same bytes meanwhile
+            arriving.unused(lambda: self._arena.free(slot))
+            return
+        space.set_slot(row, slot)
+        self._stats.promoted_blobs += 1
+        self._stats.promoted_stored_bytes += stored
+
+    async def _read(self, space: Space, row: int, target: memoryview, came: Callable[[int], None] | None = None) -> None:
+        """Read a blob's stored form from SSD; `came` is told how many of its slices are there, until all are."""
         blobs = space.blobs
         if not blobs.on_ssd[row]:
             space.lose_blob(row)
             raise NotFound(f"blob {blobs.id_of(row).hex()} is in no tier")
         self._reads.begin()
         nbytes = 0
-        read = asyncio.get_running_loop().run_in_executor(
-            self._readers, self._blob_file.read, space.number, blobs.id_of(row), blobs.layout_of(row), target
+        loop = asyncio.get_running_loop()
+        arrived = None if came is None else lambda slices: loop.call_soon_threadsafe(came, slices)
+        read = loop.run_in_executor(
+            self._readers, partial(self._blob_file.read, space.number, blobs.id_of(row), blobs.layout_of(row), target, arrived=arrived)
         )
         try:
             # Shielded: the thread writes into `target` until it is done, so the slot must not be freed before.

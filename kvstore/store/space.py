@@ -243,12 +243,12 @@ class Space:
     def clear_slot(self, row: int) -> int:
         """Free a blob's DRAM slot, if it has one. Returns the bytes freed."""
         slot = int(self.blobs.slot[row])
+        self.spoiled.discard(row)
         if slot == NO_SLOT:
             return 0
         freed = self._arena.slot_bytes(slot)
         self._arena.free(slot)
         self.blobs.slot[row] = NO_SLOT
-        self.spoiled.discard(row)
         self.resident_bytes -= freed
         if self.follower is not None:
             self.follower.moved(row)

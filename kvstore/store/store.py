@@ -428,9 +428,9 @@ class Store:
         """Pin a blob that is in DRAM; None if it is not."""
         return self._residency.hold_resident(space, row)
 
-    async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None) -> Held:
+    async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None, *, early: bool = False) -> Held:
         """Pin a blob in memory, wherever it is now (see Residency.hold)."""
-        return await self._residency.hold(space, row, turn)
+        return await self._residency.hold(space, row, turn, early=early)
 
     def discard_bad_copy(self, space: Space, row: int) -> None:
         """A slice did not verify while it was served."""

@@ -6,7 +6,8 @@ durable when `commit` returns. LMDB has no checksums: what is read is verified a
 
 import os
 import struct
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,9 +38,13 @@ _PAGE_HEADER = 16
 _MOST_TRIES = 100
 _MOST_AT_ONCE = 32
 """Extents that are read by one call, if they follow each other: 2 MiB."""
+_PIECE_BYTES = 1 << 20
+"""Of a blob, read and verified before they are given out: enough for the disk, little enough to be sent meanwhile."""
 
 DEFAULT_EXTENT_BYTES = (68 << 10) - _PAGE_HEADER
 """A little over 64 KiB, so that a blob whose payload is a power of two finds room for its digests in the last extent."""
+
+Arrived = Callable[[int], object]
 
 
 class Unreadable(Corrupt):
@@ -153,24 +158,26 @@ class BlobFile:
                     piece = bytes(piece).ljust(self.extent_bytes, b"\0")
                 txn.put(_KEY.pack(number, blob, extent), piece)
 
-    def read(self, number: int, blob: bytes, layout: SliceLayout, target: memoryview, *, uncached: bool = False) -> None:
-        """Copy a blob's stored form into `target` and verify all of it.
+    def read(
+        self, number: int, blob: bytes, layout: SliceLayout, target: memoryview, *, uncached: bool = False, arrived: Arrived | None = None
+    ) -> None:
+        """Copy a blob's stored form into `target` and verify all of it: its digest table first, then its slices, in order.
 
-        With `uncached`, the disk is asked and not the page cache, as far as the system allows. Raises NotFound if an extent is
-        missing, Corrupt if the bytes are not the blob's, Unreadable if the disk gives an error.
+        `arrived` is told, about once a MiB until the end, how many slices are there and verified. With `uncached`, the disk is asked
+        and not the page cache, as far as the system allows. Raises NotFound if an extent is missing, Corrupt if the bytes are not the
+        blob's, Unreadable if the disk gives an error.
         """
         try:
             with self._gate.shared():
-                self._copy_out(number, blob, target, uncached=uncached)
+                self._fill(number, blob, layout, target, arrived, uncached=uncached)
         except (lmdb.Error, Damaged) as error:
             if isinstance(error, (*STRUCTURAL, Damaged)) and not self._readonly:
                 mark_damaged(self._path)
             raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
         except OSError as error:
             raise Unreadable(f"blob {blob.hex()} can't be read: {error}") from error
-        verify_stored(blob, layout, target)
 
-    def _copy_out(self, number: int, blob: bytes, out: memoryview, *, uncached: bool) -> None:
+    def _fill(self, number: int, blob: bytes, layout: SliceLayout, out: memoryview, arrived: Arrived | None, *, uncached: bool) -> None:
         """The extents are read with preadv: an I/O error is an error then, not the end of the process."""
         for _ in range(_MOST_TRIES):
             with self._env.begin() as txn:  # until it ends, what is in the file stays as it is
@@ -178,39 +185,51 @@ class BlobFile:
                     places = find_values(self._fd, txn.id(), _KEY.pack(number, blob, 0)[:-2], self._page_bytes)
                 except Overtaken:  # there were two commits since it began
                     continue
-                for stretch in self._stretches(number, blob, len(out), places):
-                    self._read_stretch(stretch, out, uncached=uncached)
+                self._check_places(number, blob, len(out), places)
+                for piece in pieces_to_read(layout, len(out)):
+                    for stretch in self._stretches(piece.start, piece.end, places):
+                        self._read_stretch(stretch, out, uncached=uncached)
+                    if piece.end > layout.payload_bytes:
+                        verify_table(blob, layout, out)
+                    verify_slices(blob, layout, out, piece.first, piece.last)
+                    if arrived is not None and 0 < piece.last < layout.count:
+                        arrived(piece.last)
                 return
         raise Unreadable(f"blob {blob.hex()}: {_MOST_TRIES} times the file was written to twice while it was looked for")
 
-    def _stretches(self, number: int, blob: bytes, nbytes: int, places: list[Place]) -> Iterator[tuple[int, int, int]]:
-        """Extents of a blob that follow each other in the file, as (place in the file, place in the stored form, bytes)."""
-        begun: tuple[int, int, int] | None = None
+    def _check_places(self, number: int, blob: bytes, nbytes: int, places: list[Place]) -> None:
+        """Raise NotFound unless all extents of a blob were found, Corrupt if one is too short."""
         for extent, offset in enumerate(range(0, nbytes, self.extent_bytes)):
             if extent >= len(places) or places[extent].key != _KEY.pack(number, blob, extent):
                 raise NotFound(f"blob {blob.hex()} is not on SSD")
-            size = min(self.extent_bytes, nbytes - offset)
-            if places[extent].nbytes < size:
+            if places[extent].nbytes < min(self.extent_bytes, nbytes - offset):
                 raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
-            at = places[extent].at
+
+    def _stretches(self, start: int, end: int, places: list[Place]) -> Iterator[tuple[int, int, int]]:
+        """Where bytes [start, end) of a stored form lie, one after the other, as (place in the file, start, end)."""
+        begun: tuple[int, int] | None = None
+        for extent in range(start // self.extent_bytes, -(-end // self.extent_bytes)):
+            offset = max(start, extent * self.extent_bytes)
+            at = places[extent].at + offset - extent * self.extent_bytes
             if begun is not None:
-                first, start, length = begun
-                extents = length // self.extent_bytes
-                if at == first + extents * (self.extent_bytes + _PAGE_HEADER) and extents < _MOST_AT_ONCE:
-                    begun = first, start, length + size
+                first, since = begun
+                headers = (extent - since // self.extent_bytes) * _PAGE_HEADER
+                if at == first + offset - since + headers and headers < _MOST_AT_ONCE * _PAGE_HEADER:
                     continue
-                yield begun
-            begun = at, offset, size
+                yield first, since, offset
+            begun = at, offset
         if begun is not None:
-            yield begun
+            yield *begun, end
 
     def _read_stretch(self, stretch: tuple[int, int, int], out: memoryview, *, uncached: bool) -> None:
         """One preadv for all of it; the headers that LMDB has between extents go nowhere."""
-        at, start, nbytes = stretch
+        at, start, end = stretch
         header = memoryview(bytearray(_PAGE_HEADER))
         buffers: list[memoryview] = []
-        for offset in range(start, start + nbytes, self.extent_bytes):
-            buffers += [out[offset : min(offset + self.extent_bytes, start + nbytes)], header]
+        while start < end:
+            stop = min(end, (start // self.extent_bytes + 1) * self.extent_bytes)
+            buffers += [out[start:stop], header]
+            start = stop
         buffers.pop()
         left = sum(map(len, buffers))
         if uncached:
@@ -269,11 +288,48 @@ class BlobFile:
             self._extents = self._env.stat()["entries"]
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, end) of a stored form, which hold the slices [first, last)."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+def pieces_to_read(layout: SliceLayout, nbytes: int) -> Iterator[Piece]:
+    """How a stored form of `nbytes` is read: a small one at once; else its digest table, then its slices, a MiB or so at a time."""
+    if nbytes <= 2 * _PIECE_BYTES:
+        yield Piece(0, nbytes, 0, layout.count)
+        return
+    yield Piece(layout.payload_bytes, nbytes, 0, 0)
+    first, offsets = 0, layout.offsets
+    while first < layout.count:
+        last = max(first + 1, bisect_right(offsets, offsets[first] + _PIECE_BYTES) - 1)
+        yield Piece(offsets[first], offsets[last], first, last)
+        first = last
+
+
 def verify_stored(blob: bytes, layout: SliceLayout, stored: memoryview) -> None:
     """Raise Corrupt unless a stored form is that of the blob: its table gives the id, its slices give the table."""
-    table = stored[layout.payload_bytes : layout.payload_bytes + DIGEST_BYTES * layout.count]
-    if blob_id(table) != blob:
+    verify_table(blob, layout, stored)
+    verify_slices(blob, layout, stored, 0, layout.count)
+
+
+def _table(layout: SliceLayout, stored: memoryview) -> memoryview:
+    return stored[layout.payload_bytes : layout.payload_bytes + DIGEST_BYTES * layout.count]
+
+
+def verify_table(blob: bytes, layout: SliceLayout, stored: memoryview) -> None:
+    """Raise Corrupt unless the digest table in a stored form is the one that gives the blob's id."""
+    if blob_id(_table(layout, stored)) != blob:
         raise Corrupt(f"blob {blob.hex()}: its digest table does not verify")
-    for index, (offset, size) in enumerate(zip(layout.offsets, layout.sizes, strict=False)):
-        if slice_digest(stored[offset : offset + size]) != table[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+
+
+def verify_slices(blob: bytes, layout: SliceLayout, stored: memoryview, first: int, last: int) -> None:
+    """Raise Corrupt unless the slices [first, last) of a stored form are those that its table names."""
+    table, offsets = _table(layout, stored), layout.offsets
+    for index in range(first, last):
+        if slice_digest(stored[offsets[index] : offsets[index + 1]]) != table[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
             raise Corrupt(f"blob {blob.hex()}: slice {index} does not verify")

@@ -114,10 +114,10 @@ async def test_a_fetch_cancelled_twice_holds_nothing(tmp_path: Path, monkeypatch
     read, gate = BlobFile.read, threading.Event()
     slow: set[bytes] = set()
 
-    def gated(self: BlobFile, namespace: int, blob: bytes, layout: SliceLayout, target: memoryview) -> None:
+    def gated(self: BlobFile, namespace: int, blob: bytes, layout: SliceLayout, target: memoryview, **more: Any) -> None:
         if blob in slow:
             gate.wait(10)
-        read(self, namespace, blob, layout, target)
+        read(self, namespace, blob, layout, target, **more)
 
     monkeypatch.setattr(BlobFile, "read", gated)
     prefix = (1, 2, 3, 4)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,9 +88,9 @@ async def test_a_durable_put_that_finds_no_space_at_its_commit_is_counted(tmp_pa
 async def test_a_read_whose_copy_goes_takes_nothing_that_was_put_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from_ssd, gate = BlobFile.read, threading.Event()
 
-    def gated(self: BlobFile, namespace: int, blob: bytes, layout: SliceLayout, target: memoryview) -> None:
+    def gated(self: BlobFile, namespace: int, blob: bytes, layout: SliceLayout, target: memoryview, **more: Any) -> None:
         gate.wait(10)
-        from_ssd(self, namespace, blob, layout, target)
+        from_ssd(self, namespace, blob, layout, target, **more)
 
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named(retention_s=0))
