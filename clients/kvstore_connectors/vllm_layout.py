@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvstore_client import Component, KVSpec, PartRange
+from kvstore_connectors.huge_pages import ask_for_huge_pages
 
 _DTYPES = {
     "float32": "f32", "bfloat16": "bf16", "float16": "f16", "uint8": "u8", "int8": "i8", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2",
@@ -141,7 +142,10 @@ class LayerBlocks:
         if nbytes != block_bytes:
             raise ValueError(f"kvstore: a block of a layer has {nbytes} bytes, not {block_bytes}")
         self.shape = tuple(self._bytes.shape[1:])
-        self._rows = _words(self._bytes.numpy()) if self._bytes.device.type == "cpu" else None
+        self._rows = None
+        if self._bytes.device.type == "cpu":
+            self._rows = _words(self._bytes.numpy())
+            ask_for_huge_pages(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
 
     def gather(self, ids: npt.NDArray[np.int64], out: Bytes) -> None:
         """Copy blocks into `out`, (blocks, bytes of a block)."""

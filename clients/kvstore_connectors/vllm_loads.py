@@ -18,6 +18,8 @@ from kvstore_connectors.vllm_metadata import Load
 log = logging.getLogger("vllm.kvstore_connectors")
 
 _LOOK_S = 1.0
+_STEP_BYTES = 8 << 20
+"""Out of shared memory so much is copied at a time: it goes into its blocks while the next is copied."""
 _TRIES = 3
 """A page that is lost under a load makes it begin again with those before it."""
 
@@ -176,7 +178,7 @@ class Loader:
                 self._link.release(match)
 
     async def _fetch(self, namespace: Namespace, match: Match, state: LoadState, last: int) -> None:
-        """Bring the pages [first, last) into their blocks, as many layers at a time as fit in a buffer, the first ones first."""
+        """Bring the pages [first, last) into their blocks, as much at a time as fits in a buffer."""
         scattering: list[asyncio.Future[None]] = []
         try:
             for group, first, upto, low, high in self._steps(match, state.load, last):
@@ -188,7 +190,11 @@ class Loader:
                 await asyncio.shield(asyncio.wait(scattering))
 
     def _steps(self, match: Match, load: Load, last: int) -> Iterator[tuple[GroupLayout, int, int, int, int]]:
-        """What is fetched at a time: of a cache group the pages [first, upto), of those the layers [low, high)."""
+        """What is fetched at a time: of a cache group the pages [first, upto), of those the layers [low, high).
+
+        Some pages with all layers: so every slice is whole, and verified once. If the forward pass is waiting for its layers, the
+        first layers of all pages come first.
+        """
         for group in self._layout.groups:
             first = max(load.first, match.pages_of(group.component)[0])
             while first < last and group.window and not load.blocks[group.group][first - load.first]:
@@ -196,10 +202,14 @@ class Loader:
             if first >= last:
                 continue
             part = self._parts[group.component]
-            layers = part.layer_hi - part.layer_lo
-            sizes = self._layout.spec.slice_layout(part).sizes
-            step = max(min(sizes[0] // group.block_bytes, self._buffer_bytes // (group.block_bytes * (last - first))), 1)
-            pages = max(self._buffer_bytes // (group.block_bytes * step), 1)
+            layers, room = part.layer_hi - part.layer_lo, self._buffer_bytes
+            step = max(min(layers, room // group.block_bytes), 1)
+            if load.layerwise:
+                sizes = self._layout.spec.slice_layout(part).sizes
+                step = max(min(sizes[0] // group.block_bytes, room // (group.block_bytes * (last - first))), 1)
+            elif match.places():
+                room = min(room, _STEP_BYTES)
+            pages = max(room // (group.block_bytes * step), 1)
             for low in range(0, layers, step):
                 for at in range(first, last, pages):
                     yield group, at, min(at + pages, last), low, min(low + step, layers)

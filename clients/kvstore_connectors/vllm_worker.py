@@ -13,7 +13,7 @@ from kvstore_connectors.vllm_settings import Settings
 
 log = logging.getLogger("vllm.kvstore_connectors")
 
-_IDLE_WAIT_S = 0.002
+_IDLE_WAIT_S = 0.005
 """How long a step without a forward pass waits for a load: the engine's loop would turn without rest meanwhile, on the loader's core."""
 
 
