@@ -21,6 +21,7 @@ from kvstore.api.http import ControlPlane
 from kvstore.api.same_host import SameHost
 from kvstore.config import Config
 from kvstore.errors import BadRequest, KVStoreError
+from kvstore.heap import keep_freed_memory
 from kvstore.machine import read_memory, tight, too_much
 from kvstore.recorder import Recorder
 from kvstore.store import Clock, Store
@@ -41,6 +42,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     _raise_descriptor_limit()
+    keep_freed_memory()
     store_config = config.store_config()
     memory = read_memory()
     if refusal := too_much(store_config.dram_bytes, memory):

@@ -1,4 +1,5 @@
 """Verifies again what is at rest, blob by blob, within a budget of bytes a second: disks and memory change bits by themselves.
+Blobs of less than 32 KiB count for so much, or a store of small ones would be busy with nothing else.
 
 A bad copy is replaced from a good one in the other tier; a blob without a good copy is lost, with the pages that need it. Where the disk
 gives an error instead of bytes, nothing is given up: it may be well again tomorrow. Nothing is promoted and nothing counts as a use.
@@ -29,6 +30,8 @@ _LOOK_ROWS = 1024
 """Rows of the blob table looked at before the others get a turn."""
 _BATCH_BYTES = 2 << 20
 """Verified in one go: handing work to a thread costs the loop as much as a small put does."""
+_LEAST_BYTES = 32 << 10
+"""So much a blob counts for at least, as what it costs the loop does not depend on its size."""
 
 
 class _Copy(Enum):
@@ -53,6 +56,11 @@ class _Blob:
     def nbytes(self) -> int:
         """Bytes to read."""
         return (self.on_ssd + (self.memory is not None)) * stored_bytes(self.layout)
+
+    @property
+    def cost(self) -> int:
+        """What it takes of the budget."""
+        return max(self.nbytes, _LEAST_BYTES)
 
 
 @dataclass(slots=True)
@@ -113,7 +121,7 @@ class Scrubber:
                 batch.append(_Blob(row, blobs.id_of(row), blobs.layout_of(row), bool(blobs.on_ssd[row]), memory))
                 if memory is not None:
                     space.pin(row)
-                nbytes += batch[-1].nbytes
+                nbytes += batch[-1].cost
             row += 1
         return batch, row
 
@@ -124,7 +132,7 @@ class Scrubber:
             await asyncio.sleep(_IDLE_S)
 
     async def _scrub(self, space: Space, batch: "list[_Blob]") -> int:
-        """Verify the copies of some blobs, let them go, and mend what can be mended. Returns the bytes read."""
+        """Verify the copies of some blobs, let them go, and mend what can be mended. Returns what it took of the budget."""
         try:
             for blob, looked in zip(batch, await self._look(space, batch), strict=True):
                 self._stats.scrubbed_blobs += 1
@@ -139,7 +147,7 @@ class Scrubber:
             for blob in batch:
                 if blob.memory is not None:
                     space.unpin(blob.row)
-        return sum(blob.nbytes for blob in batch)
+        return sum(blob.cost for blob in batch)
 
     async def _look(self, space: Space, batch: "list[_Blob]") -> "list[tuple[_Copy, bool]]":
         look = asyncio.get_running_loop().run_in_executor(self._readers, self._look_at, space.number, batch)

@@ -118,3 +118,27 @@ async def test_what_is_being_looked_at_is_no_reason_to_refuse_a_put(tmp_path: Pa
         assert store.stats.corrupt_blobs == 0
         await store.settle()
         check(store)
+
+
+async def test_small_blobs_are_looked_at_a_few_at_a_time_and_count_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a blob costs the loop does not depend on its size: a pass over small ones neither holds it up nor keeps it busy."""
+    batches, taken = list[int](), list[int]()
+    async with Store(config(tmp_path / "d", dram_bytes=4 << 20, ssd_bytes=4 << 20)) as store:
+        space = await store.create_namespace(settings_named())
+        for number in range(100):
+            await put(store, space, (number,), b"v" * 16)
+        scrub_batch = store.scrubber._scrub
+
+        async def noted(space: Space, batch: list[scrub._Blob]) -> int:
+            batches.append(len(batch))
+            return await scrub_batch(space, batch)
+
+        async def paced(nbytes: int, _started: float) -> None:
+            taken.append(nbytes)
+
+        monkeypatch.setattr(store.scrubber, "_scrub", noted)
+        monkeypatch.setattr(store.scrubber, "_pace", paced)
+        await store.scrubber.scrub_all()
+    assert sum(batches) == store.stats.scrubbed_blobs == 300
+    assert max(batches) <= 64
+    assert sum(taken) >= 300 << 15
