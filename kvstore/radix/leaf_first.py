@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import distinct
+from kvstore.columns import distinct, nth_least
 from kvstore.radix.pages import Slots
 from kvstore.radix.structure import ROOT, TreeStructure
 
@@ -39,9 +39,9 @@ def _raised_in_runs(values: _Values, first: npt.NDArray[np.int64]) -> _Values:
         return values
     inside = np.repeat(unordered, length)
     left = np.repeat(length, length)[inside] - 1 - _places(length[unordered])
-    some, step = values[inside], 1
-    while (reach := np.flatnonzero(left >= step)).size:
-        some[reach] = np.maximum(some[reach], some[reach + step])
+    some, step, longest = values[inside], 1, int(length[unordered].max())
+    while step < longest:
+        np.copyto(some[:-step], np.maximum(some[:-step], some[step:]), where=left[:-step] >= step)
         step *= 2
     values = values.copy()
     values[inside] = some
@@ -108,7 +108,7 @@ def least(values: _Values, count: int) -> npt.NDArray[np.int64]:
     """The places of the `count` least values and of all that equal the highest of them, in no order. See `in_order`."""
     if count >= len(values):
         return np.arange(len(values))
-    return np.flatnonzero(values <= np.partition(values, count - 1)[count - 1]) if count > 0 else np.empty(0, np.int64)
+    return np.flatnonzero(values <= nth_least(values, count - 1)) if count > 0 else np.empty(0, np.int64)
 
 
 def in_order(values: _Values, recency: npt.NDArray[np.int64], depth: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -5,13 +5,14 @@ class, and the class and the time since the last use a value (see `kvstore.tiers
 do worse than leaf-LRU, leaf-LRU is followed. Costs nothing to train and needs no hint; docs/classifier.md has the model and its limits.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import ColumnSpec
+from kvstore.columns import ColumnSpec, nth_least
 from kvstore.tiers.policies.policy import Columns, Explanation, Pages, Policy, Slots, Use, Values, gather, parts
 from kvstore.tiers.reuse.admission import Admission
 from kvstore.tiers.reuse.ages import RHYTHMS, SCORES, AgeTables
@@ -21,6 +22,7 @@ from kvstore.tiers.reuse.features import (
     field,
     gap_octaves,
     hint_code,
+    number_in,
     octave,
     page_codes,
     request_code,
@@ -170,14 +172,14 @@ class Classifier(Policy):
             return 0, 0.0, 0, 0, 0
         deepest = int(use.slots[use.known - 1])
         turns, rhythm = int(columns["turns"][deepest]), float(columns["rhythm"][deepest])
-        code = columns["code"][[deepest]]
+        code = int(columns["code"][deepest])
         if use.known <= use.counted:  # the read of this request has found it out
-            was_end, base_uses, gap = (int(field(code, which)[0]) for which in (Field.WAS_END, Field.BASE_USES, Field.REQUEST_GAP))
+            was_end, base_uses, gap = (number_in(code, which) for which in (Field.WAS_END, Field.BASE_USES, Field.REQUEST_GAP))
             return turns, rhythm, was_end, base_uses % 8, gap
-        pause = float(np.log2(max(0.0, use.now - float(columns["last"][deepest])) + 0.125))
+        pause = math.log2(max(0.0, use.now - float(columns["last"][deepest])) + 0.125)
         rhythm = 0.7 * rhythm + 0.3 * pause if turns else pause
         base_uses = octave(int(columns["uses"][deepest]), 7)
-        return min(_MOST, turns + 1), rhythm, int(field(code, Field.FROM_END)[0]), base_uses, 0
+        return min(_MOST, turns + 1), rhythm, number_in(code, Field.FROM_END), base_uses, 0
 
     def abandoned(self, columns: Columns, slots: Slots, now: float) -> None:
         """They are the first to go, unless they are used after all."""
@@ -205,7 +207,7 @@ class Classifier(Policy):
             return gather(batch, "recency")
         values = self._worth(batch, now)
         if 0 < wanted <= len(values):
-            self._floor = float(np.partition(values, wanted - 1)[wanted - 1])
+            self._floor = float(nth_least(values, wanted - 1))
         return values
 
     def _worth(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.float64]:
@@ -295,10 +297,10 @@ class Classifier(Policy):
 
     def _trim_shadow(self, batch: Sequence[Pages], now: float) -> None:
         """Bring what the rival would hold down to the capacity."""
-        held = [_with(pages, _SHADOW) for pages in batch]
-        count = sum(len(pages.slots) for pages in held)
+        count = sum(int(np.count_nonzero(pages.columns["state"][: pages.high] & _SHADOW)) for pages in batch)
         if count <= self._capacity:
             return
+        held = [_with(pages, _SHADOW) for pages in batch]
         recency = gather(held, "recency")
         values: Values = recency
         if not self._rival_is_lru:
@@ -357,7 +359,7 @@ def _least(values: Values, recency: npt.NDArray[np.int64], count: int) -> npt.ND
     """The places of the `count` least values; of equals the least recent, which are the deepest."""
     if count >= len(values):
         return np.arange(len(values))
-    low = np.flatnonzero(values <= np.partition(values, count - 1)[count - 1])
+    low = np.flatnonzero(values <= nth_least(values, count - 1))
     found: npt.NDArray[np.int64] = low[np.lexsort((recency[low], values[low]))[:count]]
     return found
 

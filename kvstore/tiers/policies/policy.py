@@ -55,7 +55,7 @@ class Pages:
 
     def of(self, name: str) -> npt.NDArray[Any]:
         """What a column says of them."""
-        found: npt.NDArray[Any] = self.columns[name][self.slots]
+        found: npt.NDArray[Any] = self.columns[name].take(self.slots)
         return found
 
 

@@ -18,6 +18,9 @@ _PER_OCTAVE, _FIRST_OCTAVE = 2.0, -8.0
 _SHRINK = 20.0
 """Observations that the coarser class counts for."""
 
+_ROWS = np.arange(CLASSES) * (_AGES + 1)
+"""Where the rows of classes begin in the index."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -64,10 +67,12 @@ class AgeTables:
         seen = np.flatnonzero(reached[:, 0] > 0)
         last = min(_AGES, int(np.flatnonzero(reached.sum(0) > 0).max(initial=0)) + 2)
         alive, time = surviving[seen], held[seen]
-        for start in range(_AGES):
-            later = slice(start + 1, max(last, start + 1) + 1)
+        for start in range(last - 1):
+            later = slice(start + 1, last + 1)
             rates = (alive[:, start : start + 1] - alive[:, later]) / np.maximum(time[:, later] - time[:, start : start + 1], 1e-300)
             self._index[seen, start] = rates.max(1)
+        rest = slice(last - 1, None)  # beyond what was seen only the next age counts
+        self._index[seen, last - 1 : _AGES] = -np.diff(alive[:, rest]) / np.maximum(np.diff(time[:, rest]), 1e-300)
         self._index[:, _AGES] = self._index[:, _AGES - 1]
 
     def _hazards(self, at_risk: Floats) -> Floats:
@@ -82,10 +87,14 @@ class AgeTables:
 
     def worth(self, classes: npt.NDArray[np.uint8], ages: Floats) -> Floats:
         """Reuses for each second of keeping pages, at best."""
-        place = _position(ages)
+        place = by_runs(_position, ages)
         low = place.astype(np.int64)
-        flat, part, table = classes.astype(np.int64) * (_AGES + 1) + low, place - low, self._index.ravel()
-        found: Floats = table[flat] * (1 - part) + table[flat + 1] * part
+        place -= low
+        low += _ROWS.take(classes)
+        table = self._index.ravel()
+        found: Floats = table.take(low) * (1 - place)
+        low += 1
+        found += table.take(low) * place
         return found
 
     def chance(self, classes: npt.NDArray[np.uint8], ages: Floats, within: float) -> Floats:
@@ -109,9 +118,13 @@ def _shrunk(reused: Floats, at_risk: Floats, coarser: Floats) -> Floats:
 
 
 def _position(ages: Floats) -> Floats:
-    place = (np.log2(np.maximum(ages, 0.0) + 1e-9) - _FIRST_OCTAVE) * _PER_OCTAVE
-    found: Floats = np.minimum(np.maximum(place, 0), _AGES - 1.001)
-    return found
+    place: Floats = np.maximum(ages, 0.0)
+    place += 1e-9
+    np.log2(place, out=place)
+    place -= _FIRST_OCTAVE
+    place *= _PER_OCTAVE
+    np.maximum(place, 0, out=place)
+    return np.minimum(place, _AGES - 1.001, out=place)
 
 
 def _bins(ages: Floats) -> npt.NDArray[np.int64]:

@@ -112,6 +112,11 @@ def field(codes: Codes, which: Field) -> Ints:
     return found
 
 
+def number_in(code: int, which: Field) -> int:
+    """One number of one code."""
+    return code >> 4 * which & 15
+
+
 def request_code(values: dict[Field, int]) -> int:
     """The part of the code that all pages of a request share."""
     return sum(value << 4 * which for which, value in values.items())

@@ -19,6 +19,8 @@ _REQUESTS_AT_A_TIME = 32
 _USED = np.uint64(1 << 63)
 """A bit that codes do not have: the page was used again."""
 
+_LOW, _WIDTH_OF_ONE = np.uint64(15), np.uint64(4)
+
 _Codes = npt.NDArray[np.uint64]
 
 
@@ -29,7 +31,7 @@ class Score:
         self._weights = np.zeros(0)
         self._sums = np.zeros(0)
         self._first = self._second = np.zeros(0, np.uint64)
-        self._bases = np.zeros((1, 0), np.int64)
+        self._bases = np.zeros((1, 0), np.uint64)
         self.hinted = False
         self._look_at(PAIRS)
 
@@ -38,7 +40,7 @@ class Score:
         self._weights, self._sums = np.append(self._weights, more), np.append(self._sums, more)
         self._first = np.array([4 * one for one, _ in pairs], np.uint64)
         self._second = np.array([4 * other for _, other in pairs], np.uint64)
-        self._bases = (_WIDTH * np.arange(len(pairs)))[np.newaxis, :]
+        self._bases = (_WIDTH * np.arange(len(pairs), dtype=np.uint64))[np.newaxis, :]
 
     def look_at_hints(self) -> None:
         """A client gives hints: learn what they are worth."""
@@ -47,9 +49,15 @@ class Score:
             self._look_at(PAIRS + HINT_PAIRS)
 
     def _places(self, codes: _Codes) -> npt.NDArray[np.int64]:
-        column, low = codes[:, np.newaxis], np.uint64(15)
-        pairs = ((column >> self._first & low) << np.uint64(4)) | (column >> self._second & low)
-        return pairs.astype(np.int64) + self._bases
+        column = codes[:, np.newaxis]
+        pairs = column >> self._first
+        pairs &= _LOW
+        pairs <<= _WIDTH_OF_ONE
+        second = column >> self._second
+        second &= _LOW
+        pairs |= second
+        pairs += self._bases
+        return pairs.view(np.int64)
 
     def of(self, codes: _Codes) -> npt.NDArray[np.float64]:
         """The log-odds for pages with these codes (see features)."""
@@ -59,7 +67,7 @@ class Score:
         return np.repeat(self._of(different)[which], lengths)
 
     def _of(self, codes: _Codes) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = self._weights[self._places(codes)].sum(1)
+        found: npt.NDArray[np.float64] = self._weights.take(self._places(codes)).sum(1)
         return found
 
     def learn(self, codes: _Codes, *, used_again: bool | npt.NDArray[np.bool_]) -> None:
@@ -75,11 +83,12 @@ class Score:
             if not isinstance(used_again, bool):
                 used_again, codes = codes >= _USED, codes & ~_USED
         places = self._places(codes)
-        error = (1 / (1 + np.exp(-self._weights[places].sum(1))) - used_again) * pages
-        pairs = places.shape[1]
-        gradient = np.bincount(places.ravel(), np.repeat(error, pairs), len(self._weights))
-        self._sums += gradient * gradient
-        self._weights -= _RATE / np.sqrt(pairs) * gradient / np.sqrt(self._sums + 1)
+        error = (1 / (1 + np.exp(-self._weights.take(places).sum(1))) - used_again) * pages
+        pairs, touched = places.shape[1], places.ravel()
+        gradient = np.bincount(touched, np.repeat(error, pairs), len(self._weights)).take(touched)
+        sums = self._sums.take(touched) + gradient * gradient
+        self._sums[touched] = sums  # one that is touched twice gets the same twice
+        self._weights[touched] = self._weights.take(touched) - _RATE / np.sqrt(pairs) * gradient / np.sqrt(sums + 1)
 
     def learn_by_request(self, codes: npt.NDArray[np.uint64], requests: npt.NDArray[np.float64], *, used_again: bool) -> None:
         """What became of pages of several requests, each an example of its own; told apart by a number (their time)."""
