@@ -336,16 +336,19 @@ class Connection:
 
     async def _read_replies(self) -> None:
         try:
+            self._channel.offer_frames(self._receive, bulk=True)
             while (found := await self._channel.read_header()) is not None:
                 header, raw = found
-                meta, payload = await self._channel.read_body(header, raw)
-                if header.type is FrameType.DATA:
-                    await self._receive_data(header, meta)
-                else:
-                    self._answer(header, meta, payload)
+                await self._receive(header, *await self._channel.read_body(header, raw))
             self._fail(ConnectionLost("the daemon closed the connection"))
         except KVStoreError as error:
             self._fail(error)
+
+    async def _receive(self, header: Header, meta: bytes, payload: bytes) -> None:
+        if header.type is FrameType.DATA:
+            await self._receive_data(header, meta)
+        else:
+            self._answer(header, meta, payload)
 
     def _answer(self, header: Header, meta: bytes, payload: bytes) -> None:
         if header.type is FrameType.ERROR and header.request == 0:

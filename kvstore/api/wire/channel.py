@@ -6,9 +6,11 @@ the caller, frame by frame.
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any
 
+from kvstore.api.wire.eager import Begun, begin
 from kvstore.api.wire.frames import HEADER_BYTES, FrameType, Header, decode_header, encode_bulk
 from kvstore.api.wire.incoming import Incoming
 from kvstore.api.wire.outgoing import Outgoing
@@ -26,6 +28,11 @@ SEND = 512 << 10
 _SPINS = 40
 _LOW_WATER = 256 << 10
 """So much of a bulk payload, or what is left of it, is waited for at a time."""
+_OFFERED = 8
+"""Frames that are dealt with as they come before others on the loop get a turn."""
+
+Handler = Callable[[Header, bytes, bytes], Coroutine[Any, Any, None]]
+"""Deals with a frame of which header, meta and (unless it is bulk) payload were read and verified."""
 
 
 class Channel:
@@ -45,12 +52,16 @@ class Channel:
         self._buffer = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0
         self._spins = 0
+        self._handler: Handler | None = None
+        self._offer_bulk = False
+        self._begun: Begun[None] | None = None
 
     async def shake_hands(self) -> None:
         """What comes before the first frame: nothing on a plain socket."""
 
     def close(self) -> None:
         """Close the socket; a read or a write under way ends with ConnectionLost."""
+        self._abandon()
         self._reader.close()
         self._writer.close()
         self.sock.close()
@@ -65,9 +76,65 @@ class Channel:
 
     # --- reading -------------------------------------------------------------------------------------------------------
 
+    def offer_frames(self, handler: Handler, *, bulk: bool = False) -> None:
+        """Let `handler` deal with frames that are whole when they come, in that moment: who waits for the next frame does not hear of them.
+
+        Frames with slices only if `bulk`. What the handler has to wait for, the waiting task waits for. Must be ready for both ways.
+        """
+        self._handler, self._offer_bulk = handler, bulk
+
     async def wait_readable(self) -> bool:
         """Wait, for as long as it takes, until the next frame begins; False if the peer closed instead."""
-        return self._start < self._end or await self._fill(or_end=True)
+        while self._start == self._end:
+            try:
+                if not await self._fill(or_end=True):
+                    return False
+            except asyncio.CancelledError:
+                self._abandon()
+                raise
+            if (begun := self._begun) is not None:
+                self._begun = None
+                await begun
+        return True
+
+    def _abandon(self) -> None:
+        if (begun := self._begun) is not None:
+            self._begun = None
+            begun.abandon()
+
+    def _read_frames(self) -> int:
+        """Read, and have what is whole dealt with. Raises BlockingIOError if that was all."""
+        self._start, self._end = 0, self._read_start()
+        if self._end:
+            for _ in range(_OFFERED):
+                if self._begun is not None or not self._offer():
+                    break
+                if self._start == self._end and self._begun is None:
+                    raise BlockingIOError
+        return self._end
+
+    def _offer(self) -> bool:
+        """Have the next frame dealt with, if it is all there and the handler's."""
+        assert self._handler is not None
+        start = self._start
+        if self._end - start < HEADER_BYTES:
+            return False
+        raw = bytes(self._buffer[start : start + HEADER_BYTES])
+        header = decode_header(raw)
+        body = start + HEADER_BYTES + header.meta_bytes
+        end = body + header.payload_bytes + header.trailer_bytes
+        if end > self._end or (header.pieces and not self._offer_bulk):
+            return False
+        meta = bytes(self._buffer[start + HEADER_BYTES : body])
+        self._start = body if header.pieces else end
+        payload = bytes(self._buffer[body : self._start])
+        header.verify(raw, meta, payload)
+        self._begun = begin(self._handler(header, meta, payload))
+        return True
+
+    def _read_start(self) -> int:
+        """Into the buffer, what may be the beginning of a frame."""
+        return self.sock.recv_into(self._buffer)
 
     async def read_header(self) -> tuple[Header, bytes] | None:
         """The next header and its raw bytes; None if the peer closed between two frames. Raises ProtocolError."""
@@ -153,6 +220,12 @@ class Channel:
 
     async def _fill(self, *, or_end: bool = False) -> bool:
         self._start = self._end = 0
+        if or_end and self._handler is not None and not (self._spins and not self._marks):
+            self._wake_for(1)
+            try:
+                return await self._reader.receive(self._read_frames) > 0
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error}") from error
         self._end = await self._receive(self._buffer, or_end=or_end)
         return self._end > 0
 
