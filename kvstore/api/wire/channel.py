@@ -8,7 +8,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from kvstore.api.wire.eager import Begun, begin
 from kvstore.api.wire.frames import HEADER_BYTES, FrameType, Header, decode_header, encode_bulk
@@ -17,6 +17,8 @@ from kvstore.api.wire.outgoing import Outgoing
 from kvstore.api.wire.pieces import CHUNK, PieceHasher
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import ConnectionLost
+
+T = TypeVar("T")
 
 _BUFFER = 16 << 10
 _DIRECT = 4 << 10
@@ -31,6 +33,23 @@ _LOW_WATER = 256 << 10
 _OFFERED = 8
 """Frames that are dealt with as they come before others on the loop get a turn."""
 
+
+class Ends(Protocol):
+    """Both sides of a socket, where they are not those of an event loop (see `Incoming` and `Outgoing`)."""
+
+    def bound(self, seconds: float | None) -> None:
+        """How long what follows may be waited for in all."""
+
+    async def receive(self, read: Callable[[], T]) -> T:
+        """What `read`, a call on the socket, returns once there is something."""
+
+    async def send(self, write: Callable[[], bool]) -> None:
+        """Call `write` until it says that all is out."""
+
+    def close(self) -> None:
+        """End what is waited for."""
+
+
 Handler = Callable[[Header, bytes, bytes], Coroutine[Any, Any, None]]
 """Deals with a frame of which header, meta and (unless it is bulk) payload were read and verified."""
 
@@ -38,7 +57,7 @@ Handler = Callable[[Header, bytes, bytes], Coroutine[Any, Any, None]]
 class Channel:
     """Frames over a socket. Raises ConnectionLost when the peer is gone."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, ends: Ends | None = None) -> None:
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -46,9 +65,8 @@ class Channel:
         """Whether the kernel can be asked to wake us only for so much; a Unix socket wakes for anything."""
         self._mark = 1
         self.sock = sock
-        self._loop = asyncio.get_running_loop()
-        self._reader = Incoming(sock)
-        self._writer = Outgoing(sock)
+        self._reader = ends or Incoming(sock)
+        self._writer = ends or Outgoing(sock)
         self._buffer = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0
         self._spins = 0
