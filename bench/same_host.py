@@ -21,7 +21,8 @@ import numpy.typing as npt
 from bench.mooncake_same_host import Mooncake
 from bench.report import Report, arguments
 from bench.striped_fetch import GIB, MIB, PAGE_TOKENS, ROTATION, blob_spec
-from kvstore_client import AsyncClient
+from kvstore_client import AsyncClient, Client
+from kvstore_client.blocking import Namespace as BlockingNamespace
 from kvstore_client.namespace import Match, Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
@@ -109,6 +110,19 @@ class Ours:
             await match.release()
         return float(np.median(took)) * 1e6
 
+    def view_blocking(self, namespace: BlockingNamespace) -> float:
+        """As `view`, by the blocking client, which makes small requests in the calling thread."""
+        took = []
+        for turn in range(VIEWS):
+            started = time.perf_counter()
+            match = namespace.match(tokens(turn % self._count), lease_s=60)
+            view = namespace.view(match)
+            took.append(time.perf_counter() - started)
+            if not view.valid:
+                sys.exit("a view was not valid")
+            match.release()
+        return float(np.median(took)) * 1e6
+
     def verify(self) -> None:
         """What was fetched last is what was put."""
         if not np.array_equal(self._target[: self._count * self._size], self._source[: self._count * self._size]):
@@ -134,6 +148,7 @@ async def measure(report: Report, settings: argparse.Namespace) -> None:
 async def _one(report: Report, settings: argparse.Namespace, size: int, source: Bytes, target: Bytes, mooncake: Mooncake | None) -> None:
     label = f"{size}MiB"
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder, _daemon(Path(folder)) as daemon:
+        blocking = await asyncio.to_thread(Client, daemon.endpoint, connections=1)
         async with AsyncClient(daemon.endpoint, connections=1) as client:
             if await client.same_host.connection() is None:
                 sys.exit("there is no shared memory with the daemon")
@@ -149,10 +164,13 @@ async def _one(report: Report, settings: argparse.Namespace, size: int, source: 
                 report.add(f"put_{label}", repetition, await ours.put_from(buffer, settings.seconds), "GiB/s")
                 report.add(f"put_any_memory_{label}", repetition, await ours.put_from(source, settings.seconds), "GiB/s")
                 report.add(f"lease_and_view_{label}", repetition, await ours.view(), "µs")
+                kept = await asyncio.to_thread(blocking.namespace, "kept")
+                report.add(f"lease_and_view_{label}_blocking", repetition, ours.view_blocking(kept), "µs")
                 if mooncake is not None:
                     got, put = await asyncio.to_thread(mooncake.measure, settings.seconds)
                     report.add(f"mooncake_get_{label}", repetition, got, "GiB/s")
                     report.add(f"mooncake_put_{label}", repetition, put, "GiB/s")
+        await asyncio.to_thread(blocking.close)
         daemon.kill()
     for what in ("fetch", "put", "put_any_memory"):
         report.ratio(f"{what}_{label}_vs_numpy_copy", f"{what}_{label}", f"numpy_copy_{label}")

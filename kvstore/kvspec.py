@@ -164,7 +164,7 @@ class KVSpec:
         """How the part's payload is cut into slices."""
         return _slice_layout(self.layer_bytes(part), part.layer_hi - part.layer_lo, self.max_slice_bytes, self.group_layers)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Payload bytes of a whole page over all components."""
         return sum(self.part_bytes(self.whole(i)) for i in range(len(self.components)))

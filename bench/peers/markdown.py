@@ -65,7 +65,7 @@ def _small(report: Report) -> str:
     lines = ["| µs | p50 | p99 |", "| --- | --- | --- |"]
     for shape in ("4KiB", "64x4KiB"):
         for what in ("get", "match_and_get", "put"):
-            for store in ("ours", "valkey", "valkey_py", "redis", "redis_py", "mooncake", "lmcache"):
+            for store in ("ours", "ours_blocking", "valkey", "valkey_py", "redis", "redis_py", "mooncake", "lmcache"):
                 name = f"{what}_{shape}_{store}"
                 if report.values(f"{name}_p50"):
                     lines.append(f"| {what} {shape}, {store} | {spread(report, f'{name}_p50', 0)} | {spread(report, f'{name}_p99', 0)} |")
@@ -75,7 +75,7 @@ def _small(report: Report) -> str:
 def _rest(report: Report) -> str:
     """Same host and SSD, and the memory's limit."""
     names = ("memcpy_16MiB", "numpy_copy_16MiB", "fetch_16MiB", "put_16MiB", "put_any_memory_16MiB", "mooncake_get_16MiB")
-    more = ("mooncake_put_16MiB", "lease_and_view_16MiB", "ssd_cold_16MiB", "fio_16MiB")
+    more = ("mooncake_put_16MiB", "lease_and_view_16MiB", "lease_and_view_16MiB_blocking", "ssd_cold_16MiB", "fio_16MiB")
     lines = ["| | median (spread) | unit |", "| --- | --- | --- |"]
     for name in names + more:
         if report.values(name):

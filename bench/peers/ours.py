@@ -10,7 +10,7 @@ import numpy.typing as npt
 from bench.peers.peer import MIB, ROTATION, Bytes, Meter, Moved, Peer, Shape
 from bench.striped_fetch import PAGE_TOKENS, blob_spec
 from kvstore.api.wire import Component, KVSpec
-from kvstore_client import AsyncClient
+from kvstore_client import AsyncClient, Client
 from kvstore_client.namespace import Match, Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
@@ -107,6 +107,23 @@ class Ours(Peer):
         self._at[shape] = at
         meter.nbytes = len(meter.times) * shape.nbytes
         return meter.moved("SDK")
+
+    def get_blocking(self, shape: Shape, connections: int, seconds: float) -> Moved:
+        """Gets by the blocking client, which makes small requests in the calling thread."""
+        meter, at = Meter(self.servers()), 0
+        with Client(self._daemon.endpoint, connections=connections, shared_memory=False) as client:
+            namespace = client.namespace(f"kept-{shape.label}")
+            matches = [namespace.match(tokens(shape, index), lease_s=3600) for index in range(shape.count)]
+            with meter:
+                ends = time.perf_counter() + seconds
+                while time.perf_counter() < ends:
+                    index = at % shape.count
+                    started = time.perf_counter()
+                    namespace.fetch(matches[index], self._bytes(self.target, shape, index))
+                    meter.times.append(time.perf_counter() - started)
+                    at += 1
+        meter.nbytes = len(meter.times) * shape.nbytes
+        return meter.moved("blocking SDK")
 
     def match_and_get(self, shape: Shape, connections: int, seconds: float) -> Moved:
         """Gets of what is not matched yet: match with a lease, fetch, release."""

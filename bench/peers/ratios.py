@@ -81,13 +81,15 @@ def small(report: Report) -> None:
     for theirs in (peer, f"{peer}_py"):
         _ratio(report, f"mget_64x4KiB_vs_{theirs}", "get_64x4KiB_ours_p50", f"get_64x4KiB_{theirs}_p50")
         _ratio(report, f"get_4KiB_p50_vs_{theirs}", "get_4KiB_ours_p50", f"get_4KiB_{theirs}_p50")
+        _ratio(report, f"get_4KiB_p50_blocking_vs_{theirs}", "get_4KiB_ours_blocking_p50", f"get_4KiB_{theirs}_p50")
         _ratio(report, f"match_and_get_4KiB_p50_vs_{theirs}", "match_and_get_4KiB_ours_p50", f"get_4KiB_{theirs}_p50")
 
 
 def same_host(report: Report, size: str = "16MiB") -> None:
     """Ratios through shared memory, from the rows of bench.same_host. The view is a time, in µs."""
-    if report.values(f"lease_and_view_{size}"):
-        report.ratios["same_host_view_us"] = round(report.median(f"lease_and_view_{size}"), 1)
+    for which in ("", "_blocking"):
+        if report.values(name := f"lease_and_view_{size}{which}"):
+            report.ratios[f"same_host_view{which}_us"] = round(report.median(name), 1)
     for name, ours, theirs in (
         ("fetch_into_vs_numpy", "fetch", "numpy_copy"),
         ("put_vs_numpy", "put", "numpy_copy"),

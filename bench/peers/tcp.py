@@ -120,6 +120,7 @@ class Transfers:
                     if driver.name in (Valkey.name, Redis.name):
                         self._times(f"get_{shape.label}_{driver.name}_py", repetition, self._move(driver, "get_by_library", shape, 1))
                     if driver.name == Ours.name:
+                        self._times(f"get_{shape.label}_ours_blocking", repetition, self._move(driver, "get_blocking", shape, 1))
                         self._times(f"match_and_get_{shape.label}_ours", repetition, self._move(driver, "match_and_get", shape, 1))
         self._verify([MANY, ONE])
 

@@ -3,7 +3,8 @@
 import asyncio
 import ssl
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from kvstore_client.blocking_streams import Follower, PutStream, Session
 from kvstore_client.blocking_text import BlockingTextCalls
 from kvstore_client.buffers import SharedBuffer
 from kvstore_client.client import DEFAULT_ENDPOINT, RECONNECT_S, AsyncClient
+from kvstore_client.direct import Direct, Elsewhere
 from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.namespace import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
@@ -26,6 +28,10 @@ from kvstore_client.transfer import Progress
 from kvstore_client.view import LocalView
 
 T = TypeVar("T")
+
+
+SMALL_BYTES = 1 << 20
+"""A fetch into no more than this is made by the calling thread."""
 
 
 class _LoopThread:
@@ -83,6 +89,7 @@ class Client:
             self._client = self._thread.run(
                 self._make(endpoint, local_addresses, connections, timeout, name, token, tls, shared_memory, reconnect)
             )
+            self._direct = Direct(self._client)
         except BaseException:
             self._thread.stop()
             raise
@@ -115,6 +122,7 @@ class Client:
     def close(self) -> None:
         """Close all connections; the daemon ends this client's leases and puts. Once is enough."""
         if not self._thread.stopped:
+            self._direct.close()
             self._thread.run(self._client.close())
             self._thread.stop()
 
@@ -130,7 +138,15 @@ class Client:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on this client's loop."""
+        self._direct.settle()
         return self._thread.run(work)
+
+    def quickly(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
+        """Run what `work` makes, a coroutine of small requests, in the calling thread if that is possible, else on this client's loop."""
+        try:
+            return self._direct.run(work, timeout)
+        except Elsewhere:
+            return self.run(work())
 
     def buffer(self, nbytes: int) -> SharedBuffer:
         """Memory to put from (see AsyncClient.buffer)."""
@@ -142,7 +158,7 @@ class Client:
 
     def ping(self, timeout: float | None = None) -> None:
         """Wait until the daemon answers."""
-        self.run(self._client.ping(timeout))
+        self.quickly(partial(self._client.ping, timeout), timeout)
 
     def namespace(
         self, name: str, fingerprint: str | None = None, spec: KVSpec | None = None, *, recipes: bool = False, retention_s: int = 86_400,
@@ -220,12 +236,12 @@ class Match:
 
     def renew(self, lease_s: float) -> None:
         """Let the lease last `lease_s` seconds from now."""
-        self._client.run(self.inner.renew(lease_s))
+        self._client.quickly(partial(self.inner.renew, lease_s))
 
     def release(self) -> None:
         """End the lease. Harmless if it is over already."""
         if not self._client.closed:
-            self._client.run(self.inner.release())
+            self._client.quickly(self.inner.release)
 
     def __enter__(self) -> "Match":
         return self
@@ -255,11 +271,12 @@ class Namespace(BlockingTextCalls):
         rebuild_s: float = 0.0, holes: bool = False, timeout: float | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix in the store (see the asynchronous Namespace.match)."""
-        found = self.inner.match(
-            tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=_inner(base), extras=extras, hints=hints,
-            estimate=estimate, rebuildable=rebuildable, rebuild_s=rebuild_s, holes=holes, timeout=timeout,
+        work = partial(
+            self.inner.match, tokens, lease_s=lease_s, parts=parts, boundaries=boundaries, base=_inner(base),
+            extras=extras, hints=hints, estimate=estimate, rebuildable=rebuildable, rebuild_s=rebuild_s, holes=holes, timeout=timeout,
         )  # fmt: skip
-        return Match(self._client, self._client.run(found))
+        waits = rebuildable or rebuild_s
+        return Match(self._client, self._client.run(work()) if waits else self._client.quickly(work, timeout))
 
     def fetch(
         self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
@@ -267,24 +284,16 @@ class Namespace(BlockingTextCalls):
         timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Fetch matched pages into `out` (see the asynchronous Namespace.fetch). Callbacks run in the client's thread."""
-        return self._client.run(
-            self.inner.fetch(
-                _inner(match),
-                out,
-                pages=pages,
-                wanted=wanted,
-                group_layers=group_layers,
-                on_group=on_group,
-                progress=progress,
-                plan=plan,
-                priority=priority,
-                timeout=timeout,
-            )
-        )
+        work = partial(
+            self.inner.fetch, _inner(match), out, pages=pages, wanted=wanted, group_layers=group_layers, on_group=on_group,
+            progress=progress, plan=plan, priority=priority, timeout=timeout,
+        )  # fmt: skip
+        small = on_group is None and progress is None and (_bytes_of(out) <= SMALL_BYTES or (isinstance(match, Match) and match.inner.near))
+        return self._client.quickly(work, timeout) if small else self._client.run(work())
 
     def view(self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None, timeout: float | None = None) -> LocalView:
         """Matched pages where they lie in the daemon's memory (see the asynchronous Namespace.view)."""
-        return self._client.run(self.inner.view(_inner(match), component=component, pages=pages, timeout=timeout))
+        return self._client.quickly(partial(self.inner.view, _inner(match), component=component, pages=pages, timeout=timeout), timeout)
 
     def put(
         self, tokens: Tokens, data: Any, *, first_page: int = 0, parts: tuple[PartRange, ...] | None = None,
@@ -357,3 +366,11 @@ class Namespace(BlockingTextCalls):
 def _inner(match: Any) -> Any:
     """The match that the asynchronous calls take; anything else is for them to refuse."""
     return match.inner if isinstance(match, Match) else match
+
+
+def _bytes_of(out: Any) -> int:
+    """The size of a buffer; of anything else it is not known to be small."""
+    try:
+        return memoryview(out).nbytes
+    except TypeError:
+        return SMALL_BYTES + 1

@@ -22,6 +22,7 @@ from kvstore.api.wire.messages import (
 from kvstore_client.arguments import ADDRESSES, BOUND, ENDPOINT, FLAG, TEXT, TLS, WHOLE, checked, instance
 from kvstore_client.buffers import Buffers, SharedBuffer
 from kvstore_client.connection import tls_for
+from kvstore_client.direct import current
 from kvstore_client.estimate import Costs
 from kvstore_client.links import Link
 from kvstore_client.namespace import Namespace
@@ -133,6 +134,14 @@ class AsyncClient:
         """The links to the daemon, and what went over each so far."""
         return tuple(self._pool.links)
 
+    def line_endpoint(self) -> str | None:
+        """Where a connection leads to that the calling thread waits on by itself; None if there can be none."""
+        if self._pool.several or self._pool.closed or not self._pool.session:
+            return None
+        if self._same_host.now is not None:
+            return self._same_host.endpoint
+        return None if self._pool.encrypted else self._pool.endpoint
+
     @property
     def pool(self) -> Pool:
         """The connections."""
@@ -143,6 +152,10 @@ class AsyncClient:
         """Bound a call; raises DeadlineExceeded."""
         seconds = self.timeout if timeout is None else timeout
         try:
+            if (line := current()) is not None:
+                line.bound(seconds)
+                yield
+                return
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError as over:
@@ -154,6 +167,9 @@ class AsyncClient:
         self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"", timeout: float | None = None
     ) -> tuple[Any, bytes]:
         """One idempotent control request, repeated if the connection breaks."""
+        if (line := current()) is not None:
+            async with self.deadline(timeout):
+                return await line.call(frame_type, message, reply, payload)
 
         async def attempt() -> tuple[Any, bytes]:
             connection = self._same_host.now or await self._pool.for_requests()
@@ -204,6 +220,13 @@ class AsyncClient:
         if self._pool.closed:
             return
         message = LeaseRequest(lease=lease, **self._same_host.copied.take())
+        if (line := current()) is not None:
+            line.bound(min(self.timeout, _RELEASE_S))
+            try:
+                await line.tell(FrameType.LEASE_RELEASE, message)
+            except TimeoutError:
+                _log.debug("lease %d was not given back in time", lease)
+            return
         try:
             await self.call(FrameType.LEASE_RELEASE, message, Empty, timeout=min(self.timeout, _RELEASE_S))
         except (NotFound, ConnectionLost, DeadlineExceeded) as error:  # raised at the end of a `with`, it would hide what ended that

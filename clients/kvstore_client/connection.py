@@ -1,17 +1,15 @@
 """One connection to a daemon: handshake, requests in flight, and the task that reads replies."""
 
 import asyncio
-import itertools
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.api.wire import (
-    DATA_META,
     PROTOCOL_VERSION,
     SLICES_META,
     BadRequest,
@@ -21,18 +19,16 @@ from kvstore.api.wire import (
     FrameType,
     Header,
     KVStoreError,
-    ProtocolError,
     TlsChannel,
     client_context,
     encode,
-    error_from_code,
     pack,
     unpack,
 )
 from kvstore.api.wire.descriptors import DescriptorChannel
-from kvstore.api.wire.messages import Cancel, Empty, ErrorReply, Fetched, FetchRequest, Hello, Message, PutHandle, PutReady, Welcome
-from kvstore.api.wire.runs import pack_runs
-from kvstore.api.wire.same_host import MAX_SEGMENTS, SegmentList, SegmentMeta
+from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, Message, PutHandle, PutReady
+from kvstore.api.wire.same_host import MAX_SEGMENTS
+from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
 from kvstore_client.plan import FetchPlan, Stripe
 from kvstore_client.waiting import Patience
 
@@ -40,23 +36,8 @@ M = TypeVar("M", bound=Message)
 
 TLS_SCHEME = "tls://"
 _HANDSHAKE_S = 10.0
-_QUIET_S = 5.0
-"""How long a cancelled fetch waits for the frame that is just arriving in the caller's buffer."""
 
-Arrived = Callable[[Stripe, int, list[bytes], bytes], None]
-"""Told of pieces of a stripe from the n-th on: their digests, and those that the daemon sent."""
-
-
-@dataclass(slots=True)
-class Call:
-    """A request in flight. A fetch also has a stripe, the caller's buffer, and whom to tell of pieces."""
-
-    done: "asyncio.Future[tuple[Header, bytes, bytes]]"
-    stripe: Stripe | None = None
-    target: memoryview | None = None
-    arrived: Arrived | None = None
-    next_piece: int = 0
-    quiet_s: float = _QUIET_S
+Pending = Call[asyncio.Future[Frame]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +45,7 @@ class Unanswered:
     """A request that is answered only if there is something to say."""
 
     number: int
-    call: Call
+    call: Pending
 
     def said(self, reply: type[M]) -> M | None:
         """What was said so far, if anything. Raises an error that came."""
@@ -91,22 +72,14 @@ def parse_endpoint(endpoint: str) -> tuple[socket.AddressFamily, str | tuple[str
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
 
 
-class Connection:
+class Connection(Answers[asyncio.Future[Frame]]):
     """Made by `open`. Many requests may be in flight; each gets its own replies."""
 
     def __init__(self, channel: Channel) -> None:
-        self.welcome: Welcome
-        self._channel = channel
-        self._calls: dict[int, Call] = {}
-        self._numbers = itertools.count(1)
+        super().__init__(channel)
         self._write_lock = asyncio.Lock()
-        self._receiving: int | None = None
-        self._frame_done = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
-        self.lost: KVStoreError | None = None
-        self.on_segments: Callable[[list[SegmentMeta], list[int]], None] | None = None
-        """Takes over the descriptors of segments as they come, whether or not somebody still waits for them."""
 
     @classmethod
     async def open(
@@ -145,19 +118,7 @@ class Connection:
                 await self._channel.shake_hands()
         except TimeoutError:
             raise ConnectionLost("no TLS handshake: does the daemon speak TLS there?") from None
-        await self._channel.send(encode(FrameType.HELLO, 0, pack(hello)))
-        found = await self._channel.read_header()
-        if found is None:
-            raise ConnectionLost(
-                "the daemon closed the connection: it has too many, it is stopping, or it speaks TLS (then the endpoint is tls://HOST:PORT)"
-            )
-        header, raw = found
-        meta, _ = await self._channel.read_body(header, raw)
-        if header.type is FrameType.ERROR:
-            raise _typed(meta)
-        if header.type is not FrameType.WELCOME:
-            raise ProtocolError(f"the daemon answered HELLO with {header.type.name}")
-        self.welcome = unpack(Welcome, meta)
+        await self._greet(hello)
         self._reader = asyncio.create_task(self._read_replies(), name="kvstore-client-reader")
 
     async def close(self) -> None:
@@ -202,17 +163,14 @@ class Connection:
 
     async def fetch(
         self, namespace: str, stripe: Stripe, target: memoryview, plan: FetchPlan, arrived: Arrived | None = None,
-        quiet_s: float = _QUIET_S,
+        quiet_s: float = QUIET_S,
     ) -> Fetched:  # fmt: skip
         """Fetch a stripe of a plan straight into `target`. The plan, or `arrived` in its place, is told of the pieces as they arrive.
 
         Waits while the tenant has as much in flight as its quota allows. Once this returns or raises, nothing more is
         written into `target`: when it is cancelled, a frame that is just arriving has `quiet_s` to end, or the connection is given up.
         """
-        payload = b"".join(stripe.blobs) + pack_runs(stripe.runs)
-        message = FetchRequest(
-            namespace=namespace, blobs=len(stripe.blobs), provisional=plan.provisional, frame_bytes=plan.frame_bytes, priority=plan.priority
-        )
+        message, payload = fetch_request(namespace, stripe, plan)
         with Patience() as patience:
             while True:
                 call = Call(asyncio.get_running_loop().create_future(), stripe, target, arrived or plan.arrived, quiet_s=quiet_s)
@@ -283,7 +241,7 @@ class Connection:
             self._reader.cancel()
 
     async def _request(
-        self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Call
+        self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Pending
     ) -> tuple[Header, bytes, bytes]:
         self._raise_if_lost()
         number = next(self._numbers)
@@ -328,70 +286,17 @@ class Connection:
             if not isinstance(error, TimeoutError | ConnectionLost):
                 raise
 
-    def _raise_if_lost(self) -> None:
-        if self.lost is not None:
-            raise ConnectionLost(self.lost.message)
-
     # --- replies -------------------------------------------------------------------------------------------------------
 
     async def _read_replies(self) -> None:
         try:
+            self._channel.offer_frames(self._receive, bulk=True)
             while (found := await self._channel.read_header()) is not None:
                 header, raw = found
-                meta, payload = await self._channel.read_body(header, raw)
-                if header.type is FrameType.DATA:
-                    await self._receive_data(header, meta)
-                else:
-                    self._answer(header, meta, payload)
+                await self._receive(header, *await self._channel.read_body(header, raw))
             self._fail(ConnectionLost("the daemon closed the connection"))
         except KVStoreError as error:
             self._fail(error)
-
-    def _answer(self, header: Header, meta: bytes, payload: bytes) -> None:
-        if header.type is FrameType.ERROR and header.request == 0:
-            raise _typed(meta)
-        if header.type is FrameType.SEGMENT_LIST:
-            self._take_segments(unpack(SegmentList, meta).items)
-        call = self._calls.pop(header.request, None)
-        if call is None or call.done.done():
-            if header.type is FrameType.PUT_READY:  # a put that was cancelled while it was asked for: it must not stay open
-                self._abort_late(meta)
-            return  # it was cancelled, or it is an early word on slices whose commit will say the same
-        if header.type is FrameType.ERROR:
-            call.done.set_exception(_typed(meta))
-        else:
-            call.done.set_result((header, meta, payload))
-
-    async def _receive_data(self, header: Header, meta: bytes) -> None:
-        call = self._calls.get(header.request)
-        if call is None or call.stripe is None or call.target is None or call.done.done():
-            await self._channel.skip(header.payload_bytes + header.trailer_bytes)
-            return
-        first = call.next_piece
-        pieces = call.stripe.pieces[first : first + header.pieces]
-        if DATA_META.unpack(meta)[0] != first or len(pieces) != header.pieces or sum(p.size for p in pieces) != header.payload_bytes:
-            raise ProtocolError(
-                f"DATA of {header.pieces} pieces and {header.payload_bytes} bytes does not continue the fetch at piece {first}"
-            )
-        self._receiving = header.request
-        self._frame_done.clear()
-        try:
-            digests, claimed = await self._channel.read_pieces(header, _spans(call.target, [(p.target, p.size) for p in pieces]))
-        finally:
-            self._receiving = None
-            self._frame_done.set()
-        call.next_piece += header.pieces
-        if call.arrived is not None and not call.done.done():
-            try:
-                call.arrived(call.stripe, first, digests, claimed)
-            except KVStoreError as error:
-                call.target = None
-                call.done.set_exception(error)
-
-    def _take_segments(self, items: list[SegmentMeta]) -> None:
-        if not isinstance(self._channel, DescriptorChannel) or self.on_segments is None:
-            raise ProtocolError("segments came where none were asked for")
-        self.on_segments(items, self._channel.take(len(items)))
 
     def _abort_late(self, meta: bytes) -> None:
         task = asyncio.create_task(self._abort_put(unpack(PutReady, meta).handle))
@@ -404,34 +309,8 @@ class Connection:
         except ConnectionLost:
             pass  # then the daemon ends the put with the session
 
-    def _fail(self, error: KVStoreError) -> None:
-        if self.lost is None:
-            self.lost = error
-        for call in self._calls.values():
-            if not call.done.done():
-                call.done.set_exception(ConnectionLost(error.message) if not isinstance(error, ProtocolError) else error)
-        self._calls.clear()
-
-
-def _spans(target: memoryview, places: list[tuple[int, int]]) -> list[tuple[memoryview, list[int]]]:
-    """Pieces that lie next to each other in the buffer, merged, so that they are received in one go."""
-    spans: list[tuple[int, int, list[int]]] = []
-    for offset, size in places:
-        if spans and spans[-1][1] == offset:
-            start, end, sizes = spans[-1]
-            sizes.append(size)
-            spans[-1] = (start, end + size, sizes)
-        else:
-            spans.append((offset, offset + size, [size]))
-    return [(target[start:end], sizes) for start, end, sizes in spans]
-
 
 def _heard(done: "asyncio.Future[tuple[Header, bytes, bytes]]") -> None:
     """Nobody waits for this answer any more: an error in it is none that was missed."""
     if not done.cancelled():
         done.exception()
-
-
-def _typed(meta: bytes) -> KVStoreError:
-    reply = unpack(ErrorReply, meta)
-    return error_from_code(reply.code, reply.message, reply.retry_after_ms)

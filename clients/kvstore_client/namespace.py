@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, BadRequest, Busy, FrameType, Hints, KVSpec, NotFound, PartRange
+from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, BadRequest, Busy, ConnectionLost, FrameType, Hints, KVSpec, NotFound, PartRange
 from kvstore.api.wire.messages import (
     Affected,
     Commit,
@@ -32,6 +32,7 @@ from kvstore.api.wire.messages import (
 from kvstore.api.wire.same_host import Place, unpack_places
 from kvstore_client.arguments import FLAG, PUT_ID, checked, instance, readable, writable
 from kvstore_client.connection import Connection
+from kvstore_client.direct import Elsewhere, current
 from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
 from kvstore_client.fetching import fetch_items
 from kvstore_client.linked import LINK_STRIPE
@@ -113,6 +114,11 @@ class Match:
         await self.namespace.client.renew(self.lease, lease_s)
         self._ends = ends
 
+    @property
+    def near(self) -> bool:
+        """Whether all of it was in shared memory when it was matched."""
+        return bool(self._places) and self.dram_pages == self.pages
+
     def places(self) -> dict[bytes, Place | None]:
         """Where each blob was in shared memory when it was matched; empty if that is not known."""
         if self._by_blob is None:
@@ -128,7 +134,11 @@ class Match:
         """End the lease. Harmless if it is over already."""
         if self.lease:
             lease, self.lease = self.lease, 0
-            await self.namespace.client.release(lease)
+            try:
+                await self.namespace.client.release(lease)
+            except (Elsewhere, ConnectionLost):  # of a line
+                self.lease = lease
+                raise
 
     async def __aenter__(self) -> "Match":
         return self
@@ -254,6 +264,8 @@ class Namespace(TextCalls):
         same_host = self.client.same_host
         if same_host.now is not None or same_host.hopeless:
             return same_host.now is not None
+        if current() is not None:
+            raise Elsewhere
         async with self.client.deadline(timeout):
             return await self.client.pool.retry(same_host.connection) is not None
 

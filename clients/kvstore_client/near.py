@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvstore.api.wire import DIGEST_BYTES, NotFound, Piece, SliceLayout, blob_id, slice_digest
 from kvstore.api.wire.same_host import Place
+from kvstore_client.direct import current
 from kvstore_client.plan import Item
 from kvstore_client.same_host import MappedSegment
 
@@ -128,7 +129,7 @@ async def copy_near(blobs: dict[bytes, NearBlob], items: Sequence[Item], target:
         try:
             for nbytes in near.steps(item, out):
                 breath += nbytes
-                if breath >= _BREATH_BYTES:
+                if breath >= _BREATH_BYTES and current() is None:
                     breath = 0
                     await asyncio.sleep(0)
         except NotFound:

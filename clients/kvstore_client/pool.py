@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kvstore.api.wire import BadRequest, Conflict, ConnectionLost, FrameType, KVStoreError, NotFound
-from kvstore.api.wire.messages import Close, Empty
+from kvstore.api.wire import PROTOCOL_VERSION, BadRequest, Conflict, ConnectionLost, FrameType, KVStoreError, NotFound
+from kvstore.api.wire.messages import Close, Empty, Hello
 from kvstore_client.connection import Connection
 from kvstore_client.links import Link, dial, make_links
 from kvstore_client.waiting import blame
@@ -194,13 +194,25 @@ class Pool:
             return None  # with the second, our daemon has got an empty data directory
         return next((other for other in self.links if other.store == self._store), None)
 
+    def hello(self) -> Hello:
+        """What a further connection of this session begins with."""
+        return Hello(versions=[PROTOCOL_VERSION], client=self._client, token=self._token, session=self.session)
+
     async def _connect(self, link: Link, session: bytes, sock: socket.socket) -> Connection:
         return await Connection.open(link.endpoint, session=session, client=self._client, token=self._token, tls=self._tls, connected=sock)
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether it speaks TLS."""
+        return self._tls is not None
+
     async def open_beside(self, endpoint: str) -> Connection:
         """A connection of this session that can carry descriptors; to our own endpoint if that is a Unix socket."""
-        mine = self.endpoint if self.endpoint.startswith("unix:") else endpoint
-        return await Connection.open(mine, session=self.session, client=self._client, token=self._token, descriptors=True)
+        return await Connection.open(self.beside(endpoint), session=self.session, client=self._client, token=self._token, descriptors=True)
+
+    def beside(self, endpoint: str) -> str:
+        """Where such a connection leads to."""
+        return self.endpoint if self.endpoint.startswith("unix:") else endpoint
 
     def least_busy(self, among: Sequence[int] = ()) -> int:
         """The slot, of all usable ones or those given, whose connection has the fewest requests in flight; open ones are preferred."""

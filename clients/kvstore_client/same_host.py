@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import mmap
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from kvstore.api.wire import FrameType, KVStoreError
 from kvstore.api.wire.same_host import MAX_SEGMENTS, RETIRED, Place, SegmentList, SegmentMeta, SegmentsRequest, host_id
 from kvstore_client.connection import Connection
+from kvstore_client.direct import Elsewhere, current
 
 if TYPE_CHECKING:
     from kvstore_client.pool import Pool
@@ -37,11 +39,13 @@ class MappedSegment:
     @property
     def retired(self) -> bool:
         """Whether the daemon has given it back: nothing in it is anybody's any more."""
-        return self._words is None or bool(self._words[0] == RETIRED)
+        words = self._words  # another thread may be unmapping it
+        return words is None or bool(words[0] == RETIRED)
 
     def holds(self, place: Place) -> bool:
         """Whether what was at a place still is."""
-        return self._words is not None and bool(self._words[1 + place.slot] == place.generation)
+        words = self._words
+        return words is not None and bool(words[1 + place.slot] == place.generation)
 
     def populate(self) -> None:
         """Have all its pages at hand, so that nobody waits for them one by one later. Blocking."""
@@ -83,6 +87,8 @@ class SameHost:
 
     def __init__(self, pool: "Pool", *, wanted: bool) -> None:
         self.copied = Copied()
+        self.endpoint = ""
+        """Of the daemon's Unix socket, once it was reached."""
         self._pool = pool
         self._wanted = wanted
         self._connection: Connection | None = None
@@ -120,7 +126,7 @@ class SameHost:
         """Whether there is nothing to be had, or it is not the time to try again."""
         if not self._wanted or (self._nothing_at and self._nothing_at == self._pool.epoch):
             return True
-        return asyncio.get_running_loop().time() < self._not_before
+        return time.monotonic() < self._not_before
 
     async def connection(self) -> Connection | None:
         """The connection, opened if the daemon offers one to clients here; None if there is none for now."""
@@ -140,8 +146,9 @@ class SameHost:
             self._connection = None
         try:
             connection = await self._pool.open_beside(welcome.same_host)
+            self.endpoint = self._pool.beside(welcome.same_host)
         except KVStoreError:
-            self._not_before = asyncio.get_running_loop().time() + _RETRY_S
+            self._not_before = time.monotonic() + _RETRY_S
             return None
         if connection.welcome.epoch != self._epoch:
             self._forget_all()
@@ -163,6 +170,8 @@ class SameHost:
         missing = [number for number in dict.fromkeys(numbers) if number not in self._segments]
         if not missing:
             return
+        if current() is not None:
+            raise Elsewhere
         async with self._mapping:
             for first in range(0, len(missing), MAX_SEGMENTS):
                 chunk = [number for number in missing[first : first + MAX_SEGMENTS] if number not in self._segments]

@@ -8,6 +8,7 @@ from typing import Any
 from kvstore.api.wire import MAX_BULK_PAYLOAD, BadRequest, ConnectionLost, FrameType, NotFound
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutReady, PutStart
 from kvstore_client.connection import Connection
+from kvstore_client.direct import current
 from kvstore_client.linked import fetch_linked, send_linked
 from kvstore_client.plan import FetchPlan, Stripe
 from kvstore_client.pool import Pool
@@ -29,6 +30,10 @@ Progress = Callable[[int, int], None]
 
 async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview) -> None:
     """Fetch all stripes of a plan. What a broken connection had goes to the others, and is asked for again after a restart."""
+    if (line := current()) is not None:
+        for stripe in plan.stripes:
+            await line.fetch(namespace, stripe, target, plan)
+        return
     with pool.bulk(plan.priority == "bulk"):
         await _fetch_striped(pool, namespace, plan, target)
 

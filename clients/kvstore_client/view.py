@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvstore.api.wire import BadRequest, FrameType, NotFound, PartRange, Unsupported
 from kvstore.api.wire.same_host import MAX_LOCATED, Locate, Place, Places, unpack_places
+from kvstore_client.direct import current
 from kvstore_client.near import NearBlob
 from kvstore_client.plan import Item, page_items, page_parts
 
@@ -110,7 +111,7 @@ def _resolve(match: "Match", found: list[tuple[int, PartRange, bytes]], places: 
 async def _locate(match: "Match", blobs: list[bytes]) -> dict[bytes, Place | None]:
     names = list(dict.fromkeys(blobs))
     found: dict[bytes, Place | None] = {}
-    connection = match.namespace.client.same_host.now
+    connection = current() or match.namespace.client.same_host.now
     for first in range(0, len(names), MAX_LOCATED):
         chunk = names[first : first + MAX_LOCATED]
         if connection is None:

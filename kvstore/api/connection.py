@@ -27,6 +27,7 @@ from kvstore.api.small_fetch import fetch_small
 from kvstore.api.streaming import Asked, read_fetch, receive_slices, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack, unpack_request
 from kvstore.api.wire.descriptors import DescriptorChannel
+from kvstore.api.wire.eager import begin
 from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
 from kvstore.errors import (
     BadRequest,
@@ -50,6 +51,8 @@ _YIELD_EVERY = 8
 _HANDSHAKE_S = 10.0
 LARGE_PAYLOAD = 1 << 20
 """Control payloads over this size are received by a few connections at a time, so that their memory is bounded."""
+_FIRST_BYTES = 64 << 10
+"""A longer reply does not go out before what was put off for it is done: its rest would be copied."""
 MAX_HELLO = 8 << 10
 """Bytes of meta of a HELLO: what somebody unknown can make the daemon read."""
 CLIENT_TIMEOUT_S = 30.0
@@ -172,6 +175,7 @@ class Connection:
             async with asyncio.TaskGroup() as group:
                 try:
                     frames = 0
+                    self.channel.offer_frames(partial(self._dispatch, group))
                     while (frame := await self._next_frame()) is not None:
                         await self._dispatch(group, *frame)
                         frames += 1
@@ -396,6 +400,9 @@ class Connection:
             raise
 
     async def _send_reply(self, request: int, reply: Reply) -> None:
+        if reply.after is not None:
+            await self._reply_first(request, reply, reply.after)
+            return
         if not reply.descriptors:
             await self.reply(request, reply.type, reply.message, reply.payload)
             return
@@ -411,6 +418,28 @@ class Connection:
         finally:
             for descriptor in reply.descriptors:
                 os.close(descriptor)
+
+    async def _reply_first(self, request: int, reply: Reply, after: Callable[[], None]) -> None:
+        """Send a reply, then do what was put off for it; before that if the reply would have to wait."""
+        buffers = encode(reply.type, request, pack(reply.message), reply.payload)
+        turn = begin(self._write_lock.acquire())
+        put_off = turn is None and len(reply.payload) <= _FIRST_BYTES
+        if not put_off:
+            after()
+        if turn is not None:
+            await turn
+        try:
+            if not put_off:
+                await self._sent_whole(self.channel.send(buffers))
+                return
+            try:
+                left = b"" if self._broken else self.channel.send_now(buffers)
+            finally:
+                after()
+            if left:
+                await self._sent_whole(self.channel.send([left]))
+        finally:
+            self._write_lock.release()
 
     async def _error(self, request: int, error: KVStoreError) -> None:
         message = ErrorReply(code=error.code, message=error.message, retry_after_ms=error.retry_after_ms)

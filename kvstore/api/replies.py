@@ -36,6 +36,8 @@ class Reply:
     """Sent with it, and closed then."""
     unsent: Callable[[], None] | None = None
     """Called if the descriptors can't be sent now, while the connection goes on."""
+    after: Callable[[], None] | None = None
+    """What was put off until the answer is out; done in any case before anybody else gets a turn."""
 
 
 OK = Reply(FrameType.OK, Empty())
@@ -46,7 +48,9 @@ def space_of(context: Context, name: str) -> Space:
     return context.store.space(context.session.tenant, name)
 
 
-def matched(context: Context, message: MatchRequest, match: Match, rebuildable_pages: int = -1) -> Reply:
+def matched(
+    context: Context, message: MatchRequest, match: Match, rebuildable_pages: int = -1, after: Callable[[], None] | None = None
+) -> Reply:
     """The answer to a match."""
     ids = [table.ids for table in (match.parts, match.cut_parts) if table is not None]
     near = message.places and match.lease is not None and context.same_host is not None
@@ -64,4 +68,5 @@ def matched(context: Context, message: MatchRequest, match: Match, rebuildable_p
             places=bool(places),
         ),
         b"".join(ids + places),
+        after=after,
     )  # fmt: skip

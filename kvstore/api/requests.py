@@ -62,12 +62,13 @@ def _list_namespaces(context: Context, message: Empty, payload: bytes) -> Reply:
 def _match(context: Context, message: MatchRequest, payload: bytes) -> Reply:
     store, space = context.store, space_of(context, message.namespace)
     tokens, extras = split_tokens(payload, message.extra_pages)
+    later: list[Callable[[], None]] = []
     match = store.match(
         space, tokens, extras, owner=context.session.owner, lease_s=message.lease_ms / 1000, parts=message.parts,
         boundaries=message.boundaries, base=message.base, hints=hints_of(message.hints), ask=ask_of(message.estimate),
-        link_bytes_s=context.session.link.bytes_s, holes=message.holes,
+        link_bytes_s=context.session.link.bytes_s, holes=message.holes, defer=later.append,
     )  # fmt: skip
-    return matched(context, message, match)
+    return matched(context, message, match, after=later[0] if later else None)
 
 
 def _note_copied(context: Context, message: LeaseRequest) -> None:

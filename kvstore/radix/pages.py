@@ -165,6 +165,14 @@ class Parts:
             self.next[here] = following
         return (kept[0] if kept else -1), out
 
+    def of_one(self, first: int) -> list[int]:
+        """The slots of one page's parts."""
+        slots: list[int] = []
+        while first >= 0:
+            slots.append(first)
+            first = int(self.next[first])
+        return slots
+
     def of(self, first: Slots) -> tuple[Slots, Slots]:
         """(index into `first`, part slot) of every part, in page order."""
         owners, slots = [], []

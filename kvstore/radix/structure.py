@@ -152,6 +152,13 @@ class TreeStructure:
         found += np.repeat(np.asarray(start_of)[nodes] - depths, np.diff(depths, append=path.pages))
         return found[first:]
 
+    def path_run(self, path: Path) -> "slice | Slots":
+        """The page slots of a path as an index: a slice where they are consecutive, which costs numpy far less."""
+        if len(path.nodes) != 1:
+            return self.path_slots(path)
+        start = self.nodes.start[path.nodes[0]]
+        return slice(start, start + path.pages)
+
     def parts_of(self, slots: Slots) -> PartColumns:
         """The parts of pages, in the order of `slots`."""
         owner, part = self.parts.of(self.pages.part[slots])

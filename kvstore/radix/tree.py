@@ -235,14 +235,14 @@ class RadixTree(TreeStructure):
 
         `slots` are those of the path, if they are known.
         """
-        self.pages.leases[self.path_slots(path) if slots is None else slots] += 1
+        self.pages.leases[self.path_run(path) if slots is None or len(path.nodes) == 1 else slots] += 1
         return self.key_at(path)
 
-    def unpin(self, boundary_key: bytes) -> Slots:
-        """Undo one `pin`. Returns the page slots it held."""
-        slots = self.path_slots(self.path_to(self.pages.find_key(boundary_key)))
-        self.pages.leases[slots] -= 1
-        return slots
+    def unpin(self, boundary_key: bytes) -> Path:
+        """Undo one `pin`. Returns the path that it held."""
+        path = self.path_to(self.pages.find_key(boundary_key))
+        self.pages.leases[self.path_run(path)] -= 1
+        return path
 
     def coldest(self, slots: Slots, count: int) -> Slots:
         """The `count` least recent of the given pages, coldest first: leaf-first LRU order (see `touch`)."""

@@ -1,7 +1,9 @@
 """Which prefix is there, how far it is usable, and what there is to load."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,9 @@ from kvstore.store.rates import Rates
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.store.uses import Asked, Uses
+
+Defer = Callable[[Callable[[], None]], None]
+"""Told of what can be done once the answer is out, but before anything else happens to the tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +57,14 @@ class Matching:
     def match(
         self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
         boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS, ask: Ask | None = None, link_bytes_s: float = 0.0,
-        holes: bool = False,
+        holes: bool = False, defer: Defer | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens`. Without a lease it changes nothing and is no use of the pages.
 
         With a `base`, a lease of this owner, the tokens are those after it. `hints` count with a lease only. With an `ask` it is estimated
         what loading costs, over a link of this measured rate (0: that of the tenant), and what is best not loaded. With `holes` all pages
-        of a flat namespace that are there are found, whatever lacks between them: `pages` is the end of the last one.
+        of a flat namespace that are there are found, whatever lacks between them: `pages` is the end of the last one. `defer` takes over
+        what is only for the record.
         """
         tokens = as_token_bytes(tokens)
         if holes:
@@ -91,11 +97,15 @@ class Matching:
             if path.pages:
                 path = tree.open_path(path, tokens, extras, start.pages)
                 lease = self._leases.grant(owner, space, [path], time.monotonic(), lease_s, slots)
-            try:
-                self._uses.use_slots(space, slots, hints, asked=asked)
-            except BaseException:
-                self._give_back(lease)
-                raise
+            recorded = partial(self._uses.use_slots, space, slots, hints, asked=asked)
+            if defer is not None:
+                defer(recorded)
+            else:
+                try:
+                    recorded()
+                except BaseException:
+                    self._give_back(lease)
+                    raise
         table, in_dram = part_table(space, slots) if parts else (None, -1)
         found = Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
         return self._estimated(found, space, slots, ask, link_bytes_s)

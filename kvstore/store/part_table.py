@@ -42,17 +42,14 @@ class PartTable:
 
 def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
     """The parts to load to go on from the end of a path, and how many of its pages are in DRAM with them."""
-    columns = space.tree.parts_of(slots)
     rules = space.tree.rules
+    if len(slots) == 1 and not rules.optional:
+        return _of_page(space, int(slots[0]))
+    columns = space.tree.parts_of(slots)
     if rules.optional:
         first = np.array([rules.first_page(component, len(slots)) for component in range(len(space.spec.components))])
         needed = columns.page >= first[columns.component]
         columns = PartColumns(columns.page[needed], columns.blob[needed], columns.component[needed], columns.ranges[needed])
-    if len(slots) == 1 and len(columns.page):  # a look at one page: what numpy costs for each call is all there is to it
-        ranges = zip(columns.component.tolist(), columns.ranges.tolist(), strict=True)
-        run = PartRun(0, 1, tuple(PartRange(component, *where) for component, where in ranges))
-        here = all(slot != NO_SLOT for slot in space.blobs.slot[columns.blob].tolist())
-        return PartTable((run,), space.blobs.ids_of(columns.blob), columns.blob), int(here)
     resident = space.blobs.slot[columns.blob] != NO_SLOT
     in_dram = len(slots) - (0 if resident.all() else len(distinct(columns.page[~resident])))
     counts = np.bincount(columns.page, minlength=len(slots)).astype(np.int64)
@@ -66,6 +63,16 @@ def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
         runs.append(PartRun(page, end - page, tuple(PartRange(component, *where) for component, where in ranges)))
         page = end
     return PartTable(tuple(runs), space.blobs.ids_of(columns.blob), columns.blob), in_dram
+
+
+def _of_page(space: Space, slot: int) -> tuple[PartTable, int]:
+    """A look at one page, all of whose parts are needed: what numpy costs for each call would be all there is to it."""
+    parts, blobs = space.tree.parts, space.blobs
+    mine = parts.of_one(int(space.tree.pages.part[slot]))
+    rows = [int(parts.blob[part]) for part in mine]
+    run = PartRun(0, 1, tuple(PartRange(int(parts.component[part]), *parts.ranges[part].tolist()) for part in mine))
+    here = all(blobs.slot[row] != NO_SLOT for row in rows)
+    return PartTable((run,), b"".join(map(blobs.id_of, rows)), np.array(rows, np.int32)), int(here)
 
 
 def _same_geometry_until(columns: PartColumns, counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], page: int) -> int:

@@ -27,7 +27,7 @@ from kvstore.store.expiry import Expiry
 from kvstore.store.following import Following
 from kvstore.store.gaps import find_gap, rebuildable_keys
 from kvstore.store.leases import MAX_PIN_S, Lease, Leases
-from kvstore.store.matching import Match, Matching
+from kvstore.store.matching import Defer, Match, Matching
 from kvstore.store.pending import Pending
 from kvstore.store.prefixes import Prefixes
 from kvstore.store.puts import Put, PutRequest, PutResult
@@ -387,12 +387,12 @@ class Store:
     def match(
         self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, lease_s: float = 0.0, parts: bool = False,
         boundaries: bool = False, base: int = 0, hints: Hints = NO_HINTS, ask: Ask | None = None, link_bytes_s: float = 0.0,
-        holes: bool = False,
+        holes: bool = False, defer: Defer | None = None,
     ) -> Match:  # fmt: skip
         """The longest usable prefix of `tokens` (see Matching.match)."""
         return self._matching.match(
             space, tokens, extras, owner=owner, lease_s=lease_s, parts=parts, boundaries=boundaries, base=base, hints=hints, ask=ask,
-            link_bytes_s=link_bytes_s, holes=holes,
+            link_bytes_s=link_bytes_s, holes=holes, defer=defer,
         )  # fmt: skip
 
     async def rebuildable_pages(self, space: Space, tokens: bytes, extras: Extras, *, owner: int = 0, base: int = 0) -> int:

@@ -163,6 +163,7 @@ def test_fetches_in_flight(limited: DaemonProcess, alice: Client) -> None:
         _, _, ids = raw.ask(FrameType.MATCH, MatchRequest(namespace=hers.id, parts=True), context(0).tobytes())
         runs = pack_runs([Run(0, 0, 4096 * 4, 0, 1)] * 2000)  # 32 MB, which nobody reads
         raw.send(FrameType.FETCH, 1, FetchRequest(namespace=hers.id, blobs=1), ids[:16] + runs)
+        raw.read(1)  # it is under way: a small one on another connection would overtake it
         with RawClient(limited.endpoint, token=ALICE) as other:
             message = FetchRequest(namespace=hers.id, blobs=1)
             header, meta, _ = other.ask(FrameType.FETCH, message, ids[:16] + pack_runs([Run(0, 0, 4096 * 4, 0, 1)]))

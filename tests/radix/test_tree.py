@@ -91,7 +91,7 @@ class TreeMachine(RuleBasedStateMachine):
     def unpin(self, which: int) -> None:
         if self.pinned:
             key, labels = self.pinned.pop(which % len(self.pinned))
-            assert len(self.tree.unpin(key)) == len(labels)
+            assert self.tree.unpin(key).pages == len(labels)
 
     @rule(labels=labels_strategy, at=st.integers(0, 8), to_ghosts=st.booleans())
     def remove(self, labels: Labels, at: int, to_ghosts: bool) -> None:

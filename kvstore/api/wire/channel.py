@@ -6,15 +6,19 @@ the caller, frame by frame.
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any, Protocol, TypeVar
 
+from kvstore.api.wire.eager import Begun, begin
 from kvstore.api.wire.frames import HEADER_BYTES, FrameType, Header, decode_header, encode_bulk
 from kvstore.api.wire.incoming import Incoming
 from kvstore.api.wire.outgoing import Outgoing
 from kvstore.api.wire.pieces import CHUNK, PieceHasher
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import ConnectionLost
+
+T = TypeVar("T")
 
 _BUFFER = 16 << 10
 _DIRECT = 4 << 10
@@ -26,12 +30,34 @@ SEND = 512 << 10
 _SPINS = 40
 _LOW_WATER = 256 << 10
 """So much of a bulk payload, or what is left of it, is waited for at a time."""
+_OFFERED = 8
+"""Frames that are dealt with as they come before others on the loop get a turn."""
+
+
+class Ends(Protocol):
+    """Both sides of a socket, where they are not those of an event loop (see `Incoming` and `Outgoing`)."""
+
+    def bound(self, seconds: float | None) -> None:
+        """How long what follows may be waited for in all."""
+
+    async def receive(self, read: Callable[[], T]) -> T:
+        """What `read`, a call on the socket, returns once there is something."""
+
+    async def send(self, write: Callable[[], bool]) -> None:
+        """Call `write` until it says that all is out."""
+
+    def close(self) -> None:
+        """End what is waited for."""
+
+
+Handler = Callable[[Header, bytes, bytes], Coroutine[Any, Any, None]]
+"""Deals with a frame of which header, meta and (unless it is bulk) payload were read and verified."""
 
 
 class Channel:
     """Frames over a socket. Raises ConnectionLost when the peer is gone."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, ends: Ends | None = None) -> None:
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -39,18 +65,21 @@ class Channel:
         """Whether the kernel can be asked to wake us only for so much; a Unix socket wakes for anything."""
         self._mark = 1
         self.sock = sock
-        self._loop = asyncio.get_running_loop()
-        self._reader = Incoming(sock)
-        self._writer = Outgoing(sock)
+        self._reader = ends or Incoming(sock)
+        self._writer = ends or Outgoing(sock)
         self._buffer = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0
         self._spins = 0
+        self._handler: Handler | None = None
+        self._offer_bulk = False
+        self._begun: Begun[None] | None = None
 
     async def shake_hands(self) -> None:
         """What comes before the first frame: nothing on a plain socket."""
 
     def close(self) -> None:
         """Close the socket; a read or a write under way ends with ConnectionLost."""
+        self._abandon()
         self._reader.close()
         self._writer.close()
         self.sock.close()
@@ -65,9 +94,65 @@ class Channel:
 
     # --- reading -------------------------------------------------------------------------------------------------------
 
+    def offer_frames(self, handler: Handler, *, bulk: bool = False) -> None:
+        """Let `handler` deal with frames that are whole when they come, in that moment: who waits for the next frame does not hear of them.
+
+        Frames with slices only if `bulk`. What the handler has to wait for, the waiting task waits for. Must be ready for both ways.
+        """
+        self._handler, self._offer_bulk = handler, bulk
+
     async def wait_readable(self) -> bool:
         """Wait, for as long as it takes, until the next frame begins; False if the peer closed instead."""
-        return self._start < self._end or await self._fill(or_end=True)
+        while self._start == self._end:
+            try:
+                if not await self._fill(or_end=True):
+                    return False
+            except asyncio.CancelledError:
+                self._abandon()
+                raise
+            if (begun := self._begun) is not None:
+                self._begun = None
+                await begun
+        return True
+
+    def _abandon(self) -> None:
+        if (begun := self._begun) is not None:
+            self._begun = None
+            begun.abandon()
+
+    def _read_frames(self) -> int:
+        """Read, and have what is whole dealt with. Raises BlockingIOError if that was all."""
+        self._start, self._end = 0, self._read_start()
+        if self._end:
+            for _ in range(_OFFERED):
+                if self._begun is not None or not self._offer():
+                    break
+                if self._start == self._end and self._begun is None:
+                    raise BlockingIOError
+        return self._end
+
+    def _offer(self) -> bool:
+        """Have the next frame dealt with, if it is all there and the handler's."""
+        assert self._handler is not None
+        start = self._start
+        if self._end - start < HEADER_BYTES:
+            return False
+        raw = bytes(self._buffer[start : start + HEADER_BYTES])
+        header = decode_header(raw)
+        body = start + HEADER_BYTES + header.meta_bytes
+        end = body + header.payload_bytes + header.trailer_bytes
+        if end > self._end or (header.pieces and not self._offer_bulk):
+            return False
+        meta = bytes(self._buffer[start + HEADER_BYTES : body])
+        self._start = body if header.pieces else end
+        payload = bytes(self._buffer[body : self._start])
+        header.verify(raw, meta, payload)
+        self._begun = begin(self._handler(header, meta, payload))
+        return True
+
+    def _read_start(self) -> int:
+        """Into the buffer, what may be the beginning of a frame."""
+        return self.sock.recv_into(self._buffer)
 
     async def read_header(self) -> tuple[Header, bytes] | None:
         """The next header and its raw bytes; None if the peer closed between two frames. Raises ProtocolError."""
@@ -153,6 +238,12 @@ class Channel:
 
     async def _fill(self, *, or_end: bool = False) -> bool:
         self._start = self._end = 0
+        if or_end and self._handler is not None and not (self._spins and not self._marks):
+            self._wake_for(1)
+            try:
+                return await self._reader.receive(self._read_frames) > 0
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error}") from error
         self._end = await self._receive(self._buffer, or_end=or_end)
         return self._end > 0
 

@@ -69,11 +69,11 @@ class DescriptorChannel(Channel):
                     self._spins -= 1
                     await asyncio.sleep(0)
             else:
+                if or_end and self._handler is not None:
+                    return await self._reader.receive(self._read_frames) > 0
                 self._end = await self._reader.receive(self._read_start)
         except OSError as error:
             raise ConnectionLost(f"the connection broke: {error}") from error
-        if len(self._waiting) > self._most:
-            raise ProtocolError(f"more than {self._most} descriptors wait to be taken")
         if not self._end and not or_end:
             raise ConnectionLost("the peer closed the connection in the middle of a frame")
         return self._end > 0
@@ -84,4 +84,6 @@ class DescriptorChannel(Channel):
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._waiting.extend(array.array("i", data[: len(data) - len(data) % _INT]))
+        if len(self._waiting) > self._most:
+            raise ProtocolError(f"more than {self._most} descriptors wait to be taken")
         return count

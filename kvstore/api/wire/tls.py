@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Sequence
 from typing import cast
 
-from kvstore.api.wire.channel import Channel
+from kvstore.api.wire.channel import Channel, Handler
 from kvstore.errors import BadRequest, ConnectionLost
 
 _RAW = 256 << 10
@@ -69,6 +69,9 @@ class TlsChannel(Channel):
                     self._tls.unwrap()
                 self.sock.send(self._outgoing.read())
         super().close()
+
+    def offer_frames(self, handler: Handler, *, bulk: bool = False) -> None:
+        """What comes is decrypted by the task that waits for it: nothing can be said of it before."""
 
     async def _receive(self, target: memoryview, *, or_end: bool = False) -> int:
         filled = 0

@@ -1,0 +1,224 @@
+"""Small requests of the blocking client, sent and awaited by the calling thread itself, over one more connection of the session.
+
+Two threads, an event loop and its tasks cost several times what a small request does. The same coroutines run here as on the loop: down
+at the bottom they meet a `Line` in place of the pool (`current`), whose waits are system calls, so that they never give way and can be
+run to their end at once. What a line can't do raises `Elsewhere` before anything has happened, and is done on the loop.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvstore.api.wire import Busy, ConnectionLost, DeadlineExceeded, FrameType, KVStoreError, ProtocolError, encode, pack, unpack
+from kvstore.api.wire.blocking import BlockingChannel
+from kvstore.api.wire.eager import at_once
+from kvstore.api.wire.messages import Fetched, Hello, Message
+from kvstore_client.answers import Answers, Call, Slot, fetch_request
+from kvstore_client.connection import parse_endpoint
+from kvstore_client.plan import FetchPlan, Stripe
+
+if TYPE_CHECKING:
+    from kvstore_client.client import AsyncClient
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+_AFTER = 4
+"""So many small requests go by the loop first: a connection is not worth its while for fewer."""
+_CONNECT_S = 1.0
+_RETRY_S = 5.0
+"""How long it is left alone after it could not be had (a quota, perhaps), or an answer did not come in time."""
+_UNHEARD = 64
+"""So many answers at most are left to be read with the next one."""
+_CURRENT: "ContextVar[Line | None]" = ContextVar("kvstore_line", default=None)
+
+
+class Elsewhere(Exception):
+    """It can't be done over a line. Nothing has happened yet, or nothing that would not happen again just so."""
+
+
+def current() -> "Line | None":
+    """The line over which what is under way here goes; None on an event loop."""
+    return _CURRENT.get()
+
+
+class Line(Answers[Slot]):
+    """One connection, for one thread at a time. After an error of its own it is closed: nothing more is read or written."""
+
+    def __init__(self, channel: BlockingChannel, *, near: bool) -> None:
+        super().__init__(channel)
+        self._ends = channel.ends
+        self._told = 0
+        self.near = near
+        """Whether it is over a Unix socket, where the daemon tells places."""
+
+    @classmethod
+    def open(cls, endpoint: str, hello: Hello, seconds: float) -> "Line":
+        """Connect, and shake hands. Blocking. Raises OSError, TimeoutError, ConnectionLost, or why the daemon refuses."""
+        family, address = parse_endpoint(endpoint)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(seconds)
+            sock.connect(address)
+            line = cls(BlockingChannel(sock), near=family == socket.AF_UNIX)
+            line.bound(seconds)
+            at_once(line._greet(hello))
+        except BaseException:
+            sock.close()
+            raise
+        return line
+
+    def interrupt(self) -> None:
+        """Wake another thread that waits: its connection is lost."""
+        self._ends.close()
+
+    def close(self, why: str) -> None:
+        """Close it."""
+        self._fail(ConnectionLost(why))
+        self._channel.close()
+
+    def bound(self, seconds: float) -> None:
+        """Let everything from now on take so long. Raises TimeoutError there."""
+        self._ends.until = time.monotonic() + seconds
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine by this line."""
+        token = _CURRENT.set(self)
+        try:
+            return at_once(work)
+        finally:
+            _CURRENT.reset(token)
+
+    async def call(self, frame_type: FrameType, message: Message, reply: type[M], payload: bytes | memoryview = b"") -> tuple[M, bytes]:
+        """Send a control request and wait for its reply. Raises the daemon's typed error."""
+        _, meta, body = await self._request(frame_type, message, payload, Call(Slot()))
+        return unpack(reply, meta), body
+
+    async def fetch(self, namespace: str, stripe: Stripe, target: memoryview, plan: FetchPlan) -> Fetched:
+        """Fetch a stripe of a plan straight into `target`. Raises Elsewhere if it would have to wait for other fetches."""
+        message, payload = fetch_request(namespace, stripe, plan)
+        try:
+            _, meta, _ = await self._request(FrameType.FETCH, message, payload, Call(Slot(), stripe, target, plan.arrived))
+        except Busy:
+            raise Elsewhere from None
+        return unpack(Fetched, meta)
+
+    async def tell(self, frame_type: FrameType, message: Message) -> None:
+        """Send a request whose answer does not matter. It is read with the next one."""
+        self._told = await self._send(frame_type, message, b"", Call(Slot()))
+        if len(self._calls) > _UNHEARD:
+            await self.settle()
+
+    @property
+    def unheard(self) -> bool:
+        """Whether there are answers that were not waited for."""
+        return self._told in self._calls
+
+    async def settle(self) -> None:
+        """Wait until what was told is answered."""
+        while self.unheard:
+            await self._next()
+
+    async def _request(self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Call[Slot]) -> Any:
+        await self._send(frame_type, message, payload, call)
+        while not call.done.done():
+            await self._next()
+        return call.done.result()
+
+    async def _send(self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Call[Slot]) -> int:
+        self._raise_if_lost()
+        number = next(self._numbers)
+        buffers = encode(frame_type, number, pack(message), payload)
+        self._calls[number] = call
+        try:
+            await self._channel.send(buffers)
+        except BaseException:
+            self.close("a frame was cut short")
+            raise
+        return number
+
+    async def _next(self) -> None:
+        """Read one frame. Who interrupts this, or has no more time, ends the connection: the frame may be half read."""
+        try:
+            found = await self._channel.read_header()
+            if found is None:
+                raise ConnectionLost("the daemon closed the connection")
+            header, raw = found
+            await self._receive(header, *await self._channel.read_body(header, raw))
+        except BaseException as error:
+            self.close("an answer was not waited for")
+            if isinstance(error, KVStoreError) and not isinstance(error, ProtocolError):
+                raise ConnectionLost(error.message) from error  # the daemon's last words, say: they are not about this request
+            raise
+
+
+class Direct:
+    """A client's line: opened when it is worth it, and again when it broke. For any thread."""
+
+    def __init__(self, client: "AsyncClient") -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._line: Line | None = None
+        self._asked = 0
+        self._not_before = 0.0
+        self._closed = False
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None) -> T:
+        """Run what `work` makes by the line. Raises Elsewhere if that can't be: there is none, or another thread has it."""
+        self._asked += 1
+        if self._asked <= _AFTER or not self._lock.acquire(blocking=False):
+            raise Elsewhere
+        try:
+            line = self._ready(timeout if isinstance(timeout, int | float) else self._client.timeout)
+            if line is None:
+                raise Elsewhere
+            try:
+                return line.run(work())
+            except ConnectionLost:
+                raise Elsewhere from None
+            except DeadlineExceeded:
+                self._not_before = time.monotonic() + _RETRY_S
+                raise
+        finally:
+            self._lock.release()
+
+    def settle(self) -> None:
+        """Wait until the daemon has done what was not waited for: what goes over another connection now may depend on it."""
+        line = self._line
+        if line is None or not line.unheard:
+            return
+        with self._lock:
+            if line.lost is None:
+                line.bound(self._client.timeout)
+                try:
+                    at_once(line.settle())
+                except (ConnectionLost, TimeoutError):
+                    pass  # then it ends with the session, or by its time
+
+    def close(self) -> None:
+        """Close the line. A request under way ends."""
+        self._closed = True
+        if (line := self._line) is not None:
+            line.interrupt()
+        with self._lock:
+            if self._line is not None:
+                self._line.close("this client was closed")
+
+    def _ready(self, seconds: float) -> Line | None:
+        pool, line = self._client.pool, self._line
+        near = self._client.same_host.now is not None
+        if line is not None and line.lost is None and line.near >= near and line.welcome.session == pool.session:
+            return line
+        if line is not None:
+            line.close("there is a better one")
+            self._line = None
+        if self._closed or time.monotonic() < self._not_before or (where := self._client.line_endpoint()) is None:
+            return None
+        try:
+            self._line = Line.open(where, pool.hello(), seconds if 0 < seconds < _CONNECT_S else _CONNECT_S)
+        except (OSError, TimeoutError, KVStoreError):
+            self._not_before = time.monotonic() + _RETRY_S
+        return self._line
