@@ -29,6 +29,13 @@ class Kind:
     expected: str
     convert: Callable[[Any], Any]
     optional: bool = False
+    fine: tuple[type, ...] = ()
+    """Types whose values are taken as they are."""
+
+    @property
+    def passes(self) -> frozenset[type]:
+        """The types whose values need no look: this is in the way of every small request."""
+        return frozenset((*self.fine, type(None)) if self.optional else self.fine)
 
     def of(self, name: str, value: Any) -> Any:
         """The value as the call takes it. Raises BadArgument."""
@@ -118,10 +125,10 @@ def _tls(value: Any) -> Any:
     return value if isinstance(value, ssl.SSLContext) else _flag(value)
 
 
-SECONDS = Kind("a number of seconds", _seconds)
+SECONDS = Kind("a number of seconds", _seconds, fine=(float, int))
 BOUND = Kind("a number of seconds", _bound)
-WHOLE = Kind("a whole number", operator.index)
-FLAG = Kind("True or False", _flag)
+WHOLE = Kind("a whole number", operator.index, fine=(int,))
+FLAG = Kind("True or False", _flag, fine=(bool,))
 TEXT = instance(str, "text", optional=False)
 PART = instance(PartRange, "a PartRange, such as spec.whole(0)")
 ENDPOINT = Kind(
@@ -157,18 +164,19 @@ def checked(**own: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         names = list(inspect.signature(function).parameters)
-        mine = [kinds.get(name) for name in names]
+        passes = {name: kind.passes for name, kind in kinds.items()}
 
         @functools.wraps(function)
         def call(*args: Any, **given: Any) -> Any:
-            if len(args) > 1:
-                args = tuple(
-                    value if kind is None else kind.of(name, value)
-                    for name, kind, value in zip(names, mine, args, strict=False)
-                ) + args[len(names) :]  # fmt: skip
             for name, value in given.items():
-                if (kind := kinds.get(name)) is not None:
-                    given[name] = kind.of(name, value)
+                if name in passes and type(value) not in passes[name]:
+                    given[name] = kinds[name].of(name, value)
+            if len(args) > 1:
+                taken = list(args)
+                for at, (name, value) in enumerate(zip(names, args, strict=False)):
+                    if name in passes and type(value) not in passes[name]:
+                        taken[at] = kinds[name].of(name, value)
+                return function(*taken, **given)
             return function(*args, **given)
 
         return call
