@@ -2,11 +2,12 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.columns import RangeAllocator, SlotAllocator
+from kvstore.columns import RangeAllocator, SlotAllocator, nth_least
 from kvstore.errors import NoSpace
 from kvstore.hash_index import HashIndex
 
@@ -74,3 +75,15 @@ def test_hash_index_is_a_multimap(steps: list[tuple[bool, int]], bits: int) -> N
         assert slot in index.candidates(hash64)
     with pytest.raises(KeyError):
         index.remove(1, 1000)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 20_000), st.integers(0, 2**32), st.sampled_from(["spread", "few", "rising", "waves"]), st.floats(0, 1))
+def test_the_nth_least_of_many_is_found_with_a_sample_or_without(count: int, seed: int, kind: str, share: float) -> None:
+    random = np.random.default_rng(seed)
+    values = {
+        "spread": random.random(count), "few": random.integers(0, 3, count).astype(float), "rising": np.arange(count) * 1.0,
+        "waves": np.sin(np.arange(count) * (2 * np.pi / max(count // 1024, 1))),  # in step with the sample
+    }[kind]  # fmt: skip
+    number = int(share * share * share * (count - 1))
+    assert nth_least(values, number) == np.sort(values)[number]

@@ -21,7 +21,7 @@ def raised(tree: TreeStructure, slots: Slots, values: _Values) -> _Values:
     """`values`, each raised to the highest among the page's descendants in `slots` (ascending, without repeats)."""
     if not len(slots):
         return values
-    owner = tree.pages.node[slots]
+    owner = tree.pages.node.take(slots)
     first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
     values = _raised_in_runs(values, first)
     length = np.diff(np.append(first, len(slots)))
@@ -98,7 +98,7 @@ def _higher(one: _Values, other: _Values) -> _Values:
 
 def depth_of(tree: TreeStructure, slots: Slots) -> npt.NDArray[np.int64]:
     """How many pages are above each."""
-    owner = tree.pages.node[slots]
+    owner = tree.pages.node.take(slots)
     depth, start = np.asarray(tree.nodes.depth)[owner], np.asarray(tree.nodes.start)[owner]
     found: npt.NDArray[np.int64] = depth.astype(np.int64) + slots - start
     return found

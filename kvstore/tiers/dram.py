@@ -285,7 +285,9 @@ class Arena:
         found = np.zeros(len(slots), PLACE)
         found["segment"] = NOWHERE
         numbers = slots >> _SEGMENT_SHIFT
-        for number in dict.fromkeys(numbers[slots >= 0].tolist()):
+        there = numbers[slots >= 0]
+        changes = np.append(True, there[1:] != there[:-1])[: len(there)]  # mostly few: what was put at once lies together
+        for number in dict.fromkeys(there[changes].tolist()):
             mine = numbers == number
             segment, inside = self._segments[number], slots[mine] & _SLOT_MASK
             found["segment"][mine] = number

@@ -10,7 +10,7 @@ from kvstore.radix.check import check
 from kvstore.radix.leaf_first import depth_of, in_order, least, raised
 from kvstore.radix.pages import Slots
 from kvstore.radix.tree import RadixTree
-from tests.radix.test_tree import PAGE_TOKENS, ROOT_KEY, Labels, insert
+from tests.radix.test_tree import PAGE_TOKENS, ROOT_KEY, Labels, encode, insert
 
 prompts = st.lists(st.lists(st.tuples(st.integers(0, 2), st.just(False)), min_size=1, max_size=12).map(tuple), min_size=1, max_size=14)
 
@@ -89,3 +89,20 @@ def test_kept_columns_stay_with_their_pages(first: list[Labels], then: list[Labe
     if (found := tree.ghost_slots()).size:
         tree.remove(int(found[0]))
         check(tree)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 40), st.data())
+def test_a_path_of_any_number_of_nodes_has_the_slots_of_its_nodes(splits: int, data: st.DataObject) -> None:
+    long: Labels = tuple((0, False) for _ in range(2 * splits))
+    tree = tree_of([long, *((*long[: 2 * at], (1, False)) for at in range(1, splits))])
+    nodes = tree.nodes
+    path = tree.match(encode(long)[0])
+    assert len(path.nodes) == splits
+    wanted = [slot for node in path.nodes for slot in range(nodes.start[node], nodes.start[node] + nodes.count[node])]
+    first = data.draw(st.integers(0, len(wanted) + 1))
+    assert tree.path_slots(path).tolist() == wanted
+    assert tree.path_slots(path, first).tolist() == wanted[first:]
+    children = np.array([1] * (len(wanted) - 1) + [0])
+    children[[2 * at - 1 for at in range(1, splits)]] = 2
+    assert tree.children_on(path).tolist() == children.tolist()
