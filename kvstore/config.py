@@ -70,6 +70,9 @@ class Config(BaseModel):
     scrub_rate: Size = Field(32 << 20, ge=0, description="bytes a second that the scrubber verifies at rest; 0 turns it off")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="seconds a clean stop may spend on flushing")
     segment: Size = Field(64 << 20, ge=1 << 16, description="most bytes of a DRAM segment")
+    dram_ahead: Size | None = Field(
+        None, ge=0, description="most bytes of DRAM made before they are needed; an eighth of it, at most 1 GiB, if not given"
+    )
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
     extent: int = Field(DEFAULT_EXTENT_BYTES, ge=2032, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
     policy: str = Field("classifier", description=f"which pages leave a tier first: {', '.join(NAMES)}")
@@ -171,9 +174,11 @@ class Config(BaseModel):
         while not parent.exists():
             parent = parent.parent
         ssd_bytes = self.ssd or max(256 << 20, min(256 << 30, shutil.disk_usage(parent).free // 2))
+        dram_bytes = self.dram or max(256 << 20, read_memory().available // 4)
         return StoreConfig(
             data_dir=self.data_dir,
-            dram_bytes=self.dram or max(256 << 20, read_memory().available // 4),
+            dram_bytes=dram_bytes,
+            ahead_bytes=min(1 << 30, dram_bytes // 8) if self.dram_ahead is None else self.dram_ahead,
             ssd_bytes=ssd_bytes,
             recipe_bytes=self.recipe_bytes or max(64 << 20, min(8 << 30, ssd_bytes // 16)),
             recipe_ttl_s=self.recipe_ttl,

@@ -19,6 +19,7 @@ from kvstore.store.quotas import Quotas, room_to_make
 from kvstore.store.rates import Meter, Rates
 from kvstore.store.replacement import DRAM, SSD, Replacement
 from kvstore.store.space import Space
+from kvstore.store.spares import Spares
 from kvstore.store.stats import Stats
 from kvstore.store.vacate import Vacator
 from kvstore.store.waits import finish_despite_cancel
@@ -72,7 +73,7 @@ class Residency:
     def __init__(
         self, arena: Arena, blob_file: BlobFile, readers: Executor, spaces: Callable[[], Iterable[Space]],
         stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas, replacement: Replacement,
-        reads: Meter | None = None,
+        reads: Meter | None = None, ahead: int = 0,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
@@ -85,6 +86,7 @@ class Residency:
         self._quotas = quotas
         self._replacement = replacement
         self._reads = reads or Rates().reads
+        self.spares = Spares(arena, ahead, self._grow_ahead)
         self._own_room: dict[str, asyncio.Task[None]] = {}
         self._demand = 0
         self._wake = asyncio.Event()
@@ -110,9 +112,12 @@ class Residency:
         if slot_class.slot_bytes > self._arena.capacity:
             raise NoSpace(f"{nbytes} bytes do not fit into a DRAM tier of {self._arena.capacity}")
         self._vacator.asked(slot_class.slot_bytes)
+        opened = self._arena.opened
         slot = self._take(slot_class)
         if slot is None:
             slot = await self._wait_for_slot(slot_class, self._wait_s if wait_s is None else wait_s)
+        if self._arena.opened != opened:
+            self.spares.took(slot_class)
         if self._watermarks.above_high(self._arena.usage()):
             self._wake.set()
         else:
@@ -191,6 +196,17 @@ class Residency:
         task = self._growing.get(slot_class)
         if task is None:
             room = self._arena.reserve_segment(slot_class, whole=whole)
+            if room is None:
+                return False
+            task = self._growing[slot_class] = asyncio.create_task(self._add_segment(room))
+        await asyncio.shield(task)
+        return True
+
+    async def _grow_ahead(self, slot_class: SlotClass) -> bool:
+        """Add a segment that nobody waits for yet, if there is room that nobody has."""
+        task = self._growing.get(slot_class)
+        if task is None:
+            room = self._arena.reserve_spare(slot_class, self.spares.most)
             if room is None:
                 return False
             task = self._growing[slot_class] = asyncio.create_task(self._add_segment(room))
@@ -372,7 +388,7 @@ class Residency:
     @property
     def moving(self) -> bool:
         """Whether the mover is at work, or about to be."""
-        return self._moving or self._wake.is_set() or self._vacator.busy
+        return self._moving or self._wake.is_set() or self._vacator.busy or self.spares.busy
 
     # --- the mover -----------------------------------------------------------------------------------------------------
 
@@ -384,11 +400,12 @@ class Residency:
                     async with asyncio.timeout(_IDLE_S):
                         await self._wake.wait()
                 except TimeoutError:
-                    await self._vacator.give_back(self._arena.retire_idle())
+                    await self._vacator.give_back(self._arena.retire_idle(self.spares.most))
                     continue
                 await self._run_once()
         finally:
             await self._vacator.stop()
+            await self.spares.stop()
 
     async def _run_once(self) -> None:
         self._wake.clear()

@@ -44,6 +44,7 @@ from kvstore.store.session_ends import SessionEnds
 from kvstore.store.sharing import Sharing
 from kvstore.store.space import NamespaceSettings, Space, Trash
 from kvstore.store.spaces import Spaces
+from kvstore.store.spares import bytes_on_ssd
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.store_config import StoreConfig
@@ -183,7 +184,7 @@ class Store:
         self._residency = Residency(
             self._arena, self._blob_file, self._readers, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
             Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas, self.replacement,
-            self.rates.reads,
+            self.rates.reads, config.ahead_bytes,
         )  # fmt: skip
         self._writeback = Writeback(
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
@@ -220,6 +221,8 @@ class Store:
 
     async def _load(self) -> None:
         await self._recovery.run()
+        if self.config.ahead_bytes:
+            self._residency.spares.expect(await asyncio.to_thread(bytes_on_ssd, list(self._spaces)))
         for space in self._spaces:
             if space.text is not None:
                 self.recipes.look_through(space)

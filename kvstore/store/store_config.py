@@ -45,6 +45,8 @@ class StoreConfig:
     """How long the recipe of a page that is gone is kept; as long as there is room if 0."""
     reader_threads: int = 4
     move_share: float = 0.5
+    ahead_bytes: int = 0
+    """Bytes of DRAM that are made before they are needed."""
     journal_bytes: int = 16 << 30
     serve_while_loading: bool = False
     """Open before all pages are back from the journal; `Store.loading` says how far it is."""

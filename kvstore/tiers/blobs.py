@@ -4,6 +4,8 @@ Stored form of a blob, in a DRAM slot and on SSD alike: the payload, then its di
 is the digest of the table, so whoever holds the id can verify everything.
 """
 
+from collections import Counter
+
 import numpy as np
 import numpy.typing as npt
 
@@ -68,6 +70,15 @@ class BlobTable:
         """Bytes of the stored form of several blobs."""
         sizes = np.array([stored_bytes(layout) for layout in self._layouts], np.int64)
         return sizes[self._layout[rows]]
+
+    def ssd_sizes(self) -> dict[int, int]:
+        """How many blobs are on SSD, by the bytes of their stored form. May run in another thread, for an estimate."""
+        high, layouts = self.slots.high, list(self._layouts)
+        counts = np.bincount(self._layout[:high][self.on_ssd[:high]], minlength=len(layouts))
+        sizes: Counter[int] = Counter()
+        for layout, count in zip(layouts, counts.tolist(), strict=False):
+            sizes[stored_bytes(layout)] += count
+        return sizes
 
     def add(self, blob_id: bytes, layout: SliceLayout) -> int:
         """A new row, in no tier and needed by nobody."""

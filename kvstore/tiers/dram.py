@@ -199,6 +199,8 @@ class Arena:
         self._used = 0
         self._used_by: Counter[str] = Counter()
         self._next = 0
+        self.opened = 0
+        """Times that an empty segment got something into it."""
 
     def usage(self) -> Usage:
         """Capacity, and the bytes of slots in use."""
@@ -211,6 +213,15 @@ class Arena:
     def used_by(self, tenant: str) -> int:
         """The bytes of a tenant's slots in use."""
         return self._used_by[tenant]
+
+    def empty_bytes(self, slot_class: SlotClass) -> int:
+        """Bytes of a class's empty segments that are handed out from."""
+        segments = (self._segments[number] for number in self._empty)
+        return sum(segment.nbytes for segment in segments if segment.slot_class == slot_class and not segment.shut)
+
+    def held_by(self, slot_class: SlotClass) -> int:
+        """Bytes of a class's segments that are not empty."""
+        return self._class_bytes[slot_class] - self.empty_bytes(slot_class)
 
     @property
     def room(self) -> int:
@@ -234,6 +245,7 @@ class Arena:
         if segment.empty:
             del self._empty[number]
             self._empty_bytes -= segment.nbytes
+            self.opened += 1
         slot = segment.free.pop()
         if not segment.free:
             numbers.pop()
@@ -315,8 +327,7 @@ class Arena:
 
         Empty segments of other classes make room if need be. Follow with `add_segment` or `cancel_segment`.
         """
-        size = slot_class.slot_bytes
-        wanted = min(self._most_bytes, max(self._least_bytes, self._class_bytes[slot_class] // _GROWTH)) // size or 1
+        size, wanted = slot_class.slot_bytes, self._next_slots(slot_class)
         empty = [n for n in self._empty if self._segments[n].slot_class != slot_class and not self._segments[n].shut]
         free = self.capacity - self._reserved
         slots = min(wanted, (free + sum(self._segments[n].nbytes for n in empty)) // size)
@@ -328,6 +339,19 @@ class Arena:
             free += retired[-1].nbytes
         room = Room(slot_class, slots, tuple(retired))
         self._reserved += room.held - sum(segment.nbytes for segment in retired)
+        return room
+
+    def _next_slots(self, slot_class: SlotClass) -> int:
+        return min(self._most_bytes, max(self._least_bytes, self._class_bytes[slot_class] // _GROWTH)) // slot_class.slot_bytes or 1
+
+    def reserve_spare(self, slot_class: SlotClass, most: int) -> Room | None:
+        """Set room aside for a segment that nobody waits for; None if nothing is left outside the segments, or more than `most` bytes
+        would lie in empty ones. Follow with `add_segment` or `cancel_segment`.
+        """
+        room = Room(slot_class, self._next_slots(slot_class), ())
+        if room.nbytes > self.capacity - self._reserved or self._empty_bytes + room.nbytes > most:
+            return None
+        self._reserved += room.held
         return room
 
     def cancel_segment(self, room: Room) -> None:
@@ -362,11 +386,11 @@ class Arena:
             del self._class_bytes[segment.slot_class]
         return segment
 
-    def retire_idle(self) -> list[Segment]:
-        """Take out what has been empty since before the last call, but for one spare."""
+    def retire_idle(self, spare: int = 0) -> list[Segment]:
+        """Take out what has been empty since before the last call, but for one segment and `spare` bytes."""
         idle = [number for number, sweep in self._empty.items() if sweep < self._sweeps and not self._segments[number].shut]
         self._sweeps += 1
-        return [self.retire(number) for number in idle[: max(0, len(self._empty) - 1)]]
+        return [self.retire(n) for n in idle if len(self._empty) > 1 and self._empty_bytes - self._segments[n].nbytes >= spare]
 
     def release(self, segments: Iterable[Segment]) -> None:
         """Retired segments are closed: their room is free."""

@@ -25,13 +25,13 @@ PART = PartRange(0, 0, SLICES, 0, 2)
 DATA = np.random.default_rng(5).bytes(SLICES * MIB)
 
 
-async def _put(store: Store, space: Space, token: int, ack: Ack) -> None:
+async def put_large(store: Store, space: Space, token: int, data: bytes = DATA, ack: Ack = Ack.MEMORY) -> None:
     tokens = np.full(LARGE.page_tokens, token, np.uint32).tobytes()
     under_way = await store.begin_put(OWNER, space, PutRequest(bytes([token]) * 16, tokens, {}, 0, (PART,), ack))
     if under_way.wanted_cells():
-        view, _ = under_way.locate(0, 0, 0, len(DATA), SLICES)
-        view[:] = DATA
-        digests = [slice_digest(DATA[at : at + MIB]) for at in range(0, len(DATA), MIB)]
+        view, _ = under_way.locate(0, 0, 0, len(data), SLICES)
+        view[:] = data
+        digests = [slice_digest(data[at : at + MIB]) for at in range(0, len(data), MIB)]
         under_way.received(0, 0, 0, digests, b"".join(digests))
     await store.commit_put(under_way)
 
@@ -57,7 +57,7 @@ def stopping_before(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[th
 async def cold_page(store: Store) -> tuple[Space, int]:
     """A namespace with one page that is on SSD only. Returns the row of its blob, too."""
     space = await store.create_namespace(NamespaceSettings("default", "large", "model", LARGE, retention_s=0))
-    await _put(store, space, 1, Ack.DURABLE)
+    await put_large(store, space, 1, ack=Ack.DURABLE)
     await store.settle()
     (slot,) = space.tree.live_slots().tolist()
     (row,) = space.rows_of(slot)
@@ -133,7 +133,7 @@ async def test_a_blob_of_which_a_later_slice_is_bad_is_no_hit(tmp_path: Path, mo
         assert not store.usage()["dram"].used
         assert not space.tree.live_slots().size, "the page is still there"
         assert (store.stats.promoted_blobs, store.stats.corrupt_blobs) == (0, 1)
-        await _put(store, space, 1, Ack.MEMORY)  # it can come again
+        await put_large(store, space, 1)  # it can come again
         assert space.tree.live_slots().size == 1
         await store.settle()
         check(store)
@@ -160,7 +160,7 @@ async def test_bytes_that_a_put_brings_meanwhile_are_not_moved_under_a_reader(tm
         space, row = await cold_page(store)
         with stopping_before(monkeypatch, 2) as gate:
             held = await store.hold(space, row, early=True)
-            await _put(store, space, 2, Ack.MEMORY)
+            await put_large(store, space, 2)
             assert store.resident(space, row) is not None
             gate.set()
             await held.wait_for(SLICES - 1)

@@ -148,11 +148,23 @@ class ArenaMachine(RuleBasedStateMachine):
             free[candidate.slot_class] += candidate.slots - candidate.used
         assert all(free[c.slot_class] < c.slots for c in self.arena.candidates())
 
-    @rule()
-    def give_back_what_is_idle(self) -> None:
-        retired = self.arena.retire_idle()
+    @rule(spare=st.sampled_from([0, 1 << 14]))
+    def give_back_what_is_idle(self, spare: int) -> None:
+        retired = self.arena.retire_idle(spare)
         close_segments(retired)
         self.arena.release(retired)
+
+    @rule(slot_class=st.sampled_from(CLASSES), most=st.sampled_from([0, 1 << 13, 1 << 16]), there=st.booleans())
+    def make_a_spare(self, slot_class: SlotClass, most: int, there: bool) -> None:
+        segments = self.arena.segments()
+        empty = segments.reserved - segments.held
+        room = self.arena.reserve_spare(slot_class, most)
+        if room is not None:
+            assert empty + room.nbytes <= most
+            if there:
+                self.arena.add_segment(room, make_segment(room))
+            else:
+                self.arena.cancel_segment(room)
 
     @rule(slot_class=st.sampled_from(CLASSES))
     def give_up_a_segment(self, slot_class: SlotClass) -> None:
