@@ -130,6 +130,11 @@ class Connection(Answers[asyncio.Future[Frame]]):
         self._channel.close()
 
     @property
+    def local(self) -> bool:
+        """Whether the daemon is on this machine."""
+        return self._channel.local
+
+    @property
     def in_flight(self) -> int:
         """Requests in flight."""
         return len(self._calls)

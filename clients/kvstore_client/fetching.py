@@ -57,7 +57,7 @@ async def fetch_items(
         client.same_host.copied.add(arrivals.near_bytes, time.perf_counter() - started)
     if left:
         plan = FetchPlan(
-            left, client.pool.size, on_group=on_group, progress=arrivals.far if blobs else progress,
+            left, client.pool.spread, on_group=on_group, progress=arrivals.far if blobs else progress,
             stripe_bytes=LINK_STRIPE if client.pool.several else 0,
             priority=priority or ("interactive" if arrivals.nbytes <= INTERACTIVE_BYTES else "bulk"),
         )  # fmt: skip

@@ -438,7 +438,7 @@ class Namespace(TextCalls):
             with Patience() as patience:
                 while True:
                     near = await near_connection(self.client, layout.nbytes)
-                    most = NEAR_AT_ONCE_BYTES if near is not None else AT_ONCE_BYTES if self.client.pool.size > 1 else ALONE_AT_ONCE_BYTES
+                    most = NEAR_AT_ONCE_BYTES if near is not None else AT_ONCE_BYTES if self.client.pool.spread > 1 else ALONE_AT_ONCE_BYTES
                     if near is None and self.client.pool.several:
                         most = LINK_STRIPE  # more is faster over all of them
                     message.handle = secrets.randbits(62) + 1 if at_once and layout.nbytes <= most else 0

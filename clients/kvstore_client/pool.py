@@ -57,6 +57,15 @@ class Pool:
         """Whether there are several links."""
         return len(self.links) > 1
 
+    @property
+    def spread(self) -> int:
+        """Connections that one transfer is spread over. On the daemon's machine it is one.
+
+        There is no link that several would fill, and each is more to do for the same two threads.
+        """
+        local = not self.several and any(c is not None and c.lost is None and c.local for c in self._slots)
+        return 1 if local else self.size
+
     def link(self, slot: int) -> Link:
         """The link of a slot's connection."""
         return self.links[(slot if slot < self.size else slot - self.size) % len(self.links)]

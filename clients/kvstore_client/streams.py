@@ -262,7 +262,7 @@ class Follower:
                 ranges, names = tuple(part for part, _ in parts), [name for _, name in parts]
                 items += page_items(page_parts(spec, ranges, group), names, (page - first) * size + shift, number)
         plan = FetchPlan(
-            items, client.pool.size, progress=progress, provisional=True,
+            items, client.pool.spread, progress=progress, provisional=True,
             on_group=None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi),
         )  # fmt: skip
         async with client.deadline(timeout):

@@ -86,7 +86,7 @@ async def send_striped(pool: Pool, handle: int, frames: Sequence[SliceFrame], da
             if progress is not None:
                 progress(sent, total)
 
-    workers = min(pool.size, -(-total // MAX_BULK_PAYLOAD))
+    workers = min(pool.spread, -(-total // MAX_BULK_PAYLOAD))
     if workers <= 1:
         await work(0)
     else:

@@ -52,7 +52,8 @@ def test_put_match_fetch_blocking(daemon: DaemonProcess) -> None:
 async def test_the_asynchronous_client_and_its_striping(daemon: DaemonProcess) -> None:
     data = np.random.default_rng(1).integers(0, 256, 3 * BIG.page_bytes, dtype=np.uint8)
     tokens = np.arange(12, dtype=np.uint32)
-    async with AsyncClient(daemon.endpoint, connections=4, shared_memory=False) as client:
+    elsewhere = ["127.0.0.2"]  # from another address: over the same one, a transfer is not spread over connections
+    async with AsyncClient(daemon.endpoint, connections=4, shared_memory=False, local_addresses=elsewhere) as client:
         namespace = await client.namespace("big", "rev-1", BIG)
         await namespace.put(tokens, data)
         async with await namespace.match(tokens) as match:
@@ -66,6 +67,21 @@ async def test_the_asynchronous_client_and_its_striping(daemon: DaemonProcess) -
         await namespace.drop()
         with pytest.raises(UnknownNamespace):
             await client.namespace("big")
+
+
+async def test_one_transfer_takes_one_connection_on_the_daemons_machine(daemon: DaemonProcess) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 3 * BIG.page_bytes, dtype=np.uint8)
+    tokens = np.arange(12, dtype=np.uint32)
+    async with AsyncClient(daemon.endpoint, connections=4, shared_memory=False) as client:
+        namespace = await client.namespace("near", "rev-1", BIG)
+        await namespace.put(tokens, data)
+        async with await namespace.match(tokens) as match:
+            outs = [np.zeros(len(data), np.uint8) for _ in range(3)]
+            await namespace.fetch(match, outs[0])
+            assert stat(daemon.http)["connections"] == 1
+            await asyncio.gather(*(namespace.fetch(match, out) for out in outs))
+        assert all(np.array_equal(out, data) for out in outs)
+        await namespace.drop()
 
 
 async def test_written_by_two_ranks_read_by_any_range(daemon: DaemonProcess) -> None:

@@ -68,10 +68,15 @@ class BlockingChannel(Channel):
     def __init__(self, sock: socket.socket) -> None:
         self.ends = BlockingEnds(sock)
         super().__init__(sock, self.ends)
+        self._marks = False  # every read waits by itself, and is bounded by itself
         sock.setblocking(True)
 
     async def _receive_spinning(self, target: memoryview | list[memoryview]) -> int | None:
         return None
+
+    def _begin(self, buffers: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+        self.ends.tell(socket.SO_SNDTIMEO)
+        return super()._begin(buffers)
 
     async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
         """Send buffers in order, gathered. Raises TimeoutError."""

@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from kvstore.api.wire.congestion import unpace
 from kvstore.api.wire.eager import Begun, begin
+from kvstore.api.wire.filling import Filling
 from kvstore.api.wire.frames import HEADER_BYTES, FrameType, Header, decode_header, encode_bulk
 from kvstore.api.wire.incoming import Incoming
 from kvstore.api.wire.outgoing import Outgoing
@@ -25,10 +27,10 @@ _DIRECT = 4 << 10
 """Reads of at least so many bytes go straight to their destination."""
 _GATHER = 64
 _BULK = 16 << 10
-SEND = 512 << 10
-"""Bulk is hashed and then sent by so much: in the second-level cache still, and few system calls."""
+SEND = 1 << 20
+"""Bulk is sent, and then hashed, by so much: in the cache still, and few system calls."""
 _SPINS = 40
-_LOW_WATER = 256 << 10
+_LOW_WATER = 512 << 10
 """So much of a bulk payload, or what is left of it, is waited for at a time."""
 _OFFERED = 8
 """Frames that are dealt with as they come before others on the loop get a turn."""
@@ -59,8 +61,11 @@ class Channel:
 
     def __init__(self, sock: socket.socket, ends: Ends | None = None) -> None:
         sock.setblocking(False)
+        self.local = sock.family == socket.AF_UNIX
+        """Whether the peer is on this machine."""
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.local = unpace(sock)
         self._marks = sock.family in (socket.AF_INET, socket.AF_INET6)
         """Whether the kernel can be asked to wake us only for so much; a Unix socket wakes for anything."""
         self._mark = 1
@@ -180,6 +185,9 @@ class Channel:
     async def read_into(self, target: memoryview, hasher: PieceHasher | None = None) -> None:
         """Fill `target`; the hasher is told of progress."""
         filled, size = 0, len(target)
+        if self._marks and size >= _DIRECT:
+            await self._read_woken([target], [hasher])
+            return
         while filled < size:
             buffered = self._end - self._start
             if buffered:
@@ -204,9 +212,24 @@ class Channel:
         hashers = [PieceHasher(view, list(sizes)) for view, sizes in spans]
         if len(spans) == 1:
             await self.read_into(spans[0][0], hashers[0])
+        elif self._marks:
+            await self._read_woken([view for view, _ in spans], hashers)
         else:
             await self._read_scattered([view for view, _ in spans], hashers)
         return [digest for hasher in hashers for digest in hasher.digests], await self.read(header.trailer_bytes)
+
+    async def _read_woken(self, targets: Sequence[memoryview], hashers: Sequence[PieceHasher | None]) -> None:
+        """Fill buffers one after the other; this task sleeps until all is there."""
+        filling = Filling(self.sock, targets, hashers, self._wake_for)
+        count = min(self._end - self._start, filling.left)
+        filling.take(self._buffer[self._start : self._start + count])
+        self._start += count
+        try:
+            await self._reader.receive(filling.read)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke: {error}") from error
 
     async def _read_scattered(self, targets: list[memoryview], hashers: list[PieceHasher]) -> None:
         """Fill buffers one after the other, several by one system call if they are there."""
@@ -217,7 +240,7 @@ class Channel:
             if count:
                 target[:count] = self._buffer[self._start : self._start + count]
                 self._start += count
-            elif self._marks or self._spins or len(target) >= _DIRECT:
+            elif self._spins or len(target) >= _DIRECT:
                 count = await self._receive_scattered([target, *targets[at + 1 : at + _GATHER]])
             else:
                 await self._fill()
@@ -250,9 +273,8 @@ class Channel:
     async def _receive(self, target: memoryview, *, or_end: bool = False) -> int:
         count = await self._receive_spinning(target) if self._spins and not self._marks else None
         if count is None:
-            self._wake_for(min(len(target), _LOW_WATER) if len(target) > _BUFFER else 1)
             try:
-                count = await self._reader.receive(partial(self.sock.recv_into, target))
+                count = await self._reader.receive(partial(self._receive_some, target))
             except OSError as error:
                 raise ConnectionLost(f"the connection broke: {error}") from error
         if count == 0 and not or_end:
@@ -263,8 +285,16 @@ class Channel:
             self._spins -= 1  # what comes in drops is worth no spinning
         return count
 
+    def _receive_some(self, target: memoryview) -> int:
+        try:
+            return self.sock.recv_into(target)
+        except BlockingIOError:
+            self._wake_for(1)
+            raise
+
     def _wake_for(self, nbytes: int) -> None:
-        """Let the loop hear of the socket once so many bytes are there, or its end (SO_RCVLOWAT)."""
+        """Let the loop hear of the socket once so many bytes are there, of bulk only some, or its end (SO_RCVLOWAT)."""
+        nbytes = min(nbytes, _LOW_WATER)
         if self._marks and nbytes != self._mark:
             self._mark = nbytes
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
@@ -273,10 +303,8 @@ class Channel:
         """As `_receive`, into several buffers while bulk is flowing."""
         if len(targets) == 1:
             return await self._receive(targets[0])
-        count = await self._receive_spinning(targets) if self._spins and not self._marks else None
+        count = await self._receive_spinning(targets) if self._spins else None
         if count is None:
-            total = sum(map(len, targets))
-            self._wake_for(min(total, _LOW_WATER) if total > _BUFFER else 1)
             try:
                 count = (await self._reader.receive(partial(self.sock.recvmsg_into, targets)))[0]
             except OSError as error:
@@ -324,18 +352,24 @@ class Channel:
                 left += b"".join(views)[sent:]
         return left
 
+    def _begin(self, buffers: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+        """Send what the socket takes of some buffers at once. Returns what is left of them."""
+        try:
+            sent = self.sock.sendmsg(buffers[:_GATHER])
+        except BlockingIOError:
+            return buffers
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke: {error}") from error
+        for index, buffer in enumerate(buffers):
+            if sent < len(buffer):
+                return [memoryview(buffer)[sent:], *buffers[index + 1 :]] if sent else buffers[index:]
+            sent -= len(buffer)
+        return []
+
     async def _send_some(self, views: list[memoryview]) -> None:
         try:
-            try:
-                sent = self.sock.sendmsg(views)
-            except BlockingIOError:
-                sent = 0
-            for view in views:
-                if sent >= len(view):
-                    sent -= len(view)
-                    continue
-                await self._send_all(view[sent:])
-                sent = 0
+            for view in self._begin(views):
+                await self._send_all(view)
         except OSError as error:
             raise ConnectionLost(f"the connection broke: {error}") from error
 
@@ -357,27 +391,37 @@ class Channel:
         """A bulk frame: pieces, hashed as they go out, then one digest each. Returns the digests computed.
 
         `promised` holds the digest to send for a piece where one is on record; otherwise the computed one is sent. `turn` is asked
-        before every `step` bytes what to wait for, if for anything.
+        before every `step` bytes what to wait for, if for anything. What the kernel has copied is hashed then: out of the cache, and while
+        the peer is already at it.
         """
-        total = sum(len(p) for p in pieces)
-        pending: list[bytes | memoryview] = [encode_bulk(frame_type, request, meta, total, len(pieces))]
+        left = sum(len(p) for p in pieces)
+        pending: list[bytes | memoryview] = [encode_bulk(frame_type, request, meta, left, len(pieces))]
+        hashers = [PieceHasher(piece, [len(piece)]) for piece in pieces]
+        behind: list[tuple[PieceHasher, int]] = []
         waiting = 0
-        digests: list[bytes] = []
-        for piece in pieces:
-            hasher = PieceHasher(piece, [len(piece)])
+        for piece, hasher in zip(pieces, hashers, strict=True):
             for start in range(0, len(piece), step):
                 end = min(start + step, len(piece))
-                hasher.advance(end)
                 pending.append(piece[start:end])
+                behind.append((hasher, end))
                 waiting += end - start
-                if waiting >= step:
+                left -= end - start
+                if waiting >= step and left:  # the last of it goes with the digests
                     if turn is not None and (waiting_for := turn(self)) is not None:
                         await waiting_for
-                    await self.send(pending)
-                    pending, waiting = [], 0
-            digests += hasher.digests
+                    rest = self._begin(pending)
+                    for one, filled in behind:
+                        one.advance(filled)
+                    if rest:
+                        await self.send(rest)
+                    pending, behind, waiting = [], [], 0
+        for one, filled in behind:
+            one.advance(filled)
+        digests = [digest for hasher in hashers for digest in hasher.digests]
         trailer = b"".join(kept or computed for kept, computed in zip(promised, digests, strict=True))
         assert len(trailer) == len(pieces) * DIGEST_BYTES
         pending.append(trailer)
+        if waiting >= step and turn is not None and (waiting_for := turn(self)) is not None:
+            await waiting_for
         await self.send(pending)
         return digests

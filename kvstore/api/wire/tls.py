@@ -115,6 +115,9 @@ class TlsChannel(Channel):
         """Nothing is sent before it was encrypted: all is the rest."""
         return b"".join(buffers)
 
+    def _begin(self, buffers: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+        return buffers
+
     async def _send_some(self, views: list[memoryview]) -> None:
         small: list[memoryview] = []  # headers, metas and digests share a record
         for view in views:

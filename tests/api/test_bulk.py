@@ -1,0 +1,143 @@
+"""Bulk over TCP: whatever sizes it is cut into, the bytes land in their places, and both ends compute the same digests."""
+
+import asyncio
+import os
+import random
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from kvstore.api.wire import Channel, FrameType, Header
+from kvstore.api.wire.channel import SEND
+from kvstore.digests import DIGEST_BYTES, slice_digest
+from kvstore.errors import ConnectionLost
+
+MIB = 1 << 20
+
+
+@pytest_asyncio.fixture
+async def ends() -> AsyncIterator[tuple[Channel, Channel]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    channels = Channel(ours), Channel(theirs)
+    yield channels
+    for channel in channels:
+        channel.close()
+
+
+def pieces(*sizes: int) -> list[memoryview]:
+    rng = random.Random(repr(sizes))
+    return [memoryview(rng.randbytes(size)) for size in sizes]
+
+
+async def header_of(channel: Channel) -> Header:
+    found = await channel.read_header()
+    assert found is not None
+    await channel.read_body(*found)
+    return found[0]
+
+
+@pytest.mark.parametrize("sizes", [(100,), (SEND,), (SEND + 1,), (MIB, MIB, MIB, 5), (MIB + 9, 70_000, 2 * MIB), (4000,) * 300])
+async def test_bytes_and_digests(ends: tuple[Channel, Channel], sizes: tuple[int, ...]) -> None:
+    sent = pieces(*sizes)
+    sending = asyncio.create_task(ends[0].send_pieces(FrameType.DATA, 7, b"m" * 8, sent, [None] * len(sent)))
+    header = await header_of(ends[1])
+    target = bytearray(sum(sizes))
+    digests, claimed = await ends[1].read_pieces(header, [(memoryview(target), sizes)])
+    assert target == b"".join(sent)
+    assert digests == await sending == [slice_digest(piece) for piece in sent]
+    assert claimed == b"".join(digests)
+
+
+async def test_places_apart(ends: tuple[Channel, Channel]) -> None:
+    sizes = (MIB, 3, 70_000, 1, 2 * MIB, 4000)
+    sent, targets = pieces(*sizes), [bytearray(size) for size in sizes]
+    for turn in range(3):  # frame after frame: the beginning of one comes with the end of another
+        sending = asyncio.create_task(ends[0].send_pieces(FrameType.DATA, turn, b"m" * 8, sent, [None] * len(sent)))
+        header = await header_of(ends[1])
+        spans = [(memoryview(target), (size,)) for target, size in zip(targets, sizes, strict=True)]
+        digests, claimed = await ends[1].read_pieces(header, spans)
+        assert targets == sent
+        assert b"".join(digests) == claimed == b"".join(await sending)
+
+
+async def test_a_digest_on_record_is_sent_as_it_is(ends: tuple[Channel, Channel]) -> None:
+    """What was changed in memory arrives with the digest that it ought to have, however far it is on its way when it is hashed."""
+    whole = pieces(MIB, 3 * MIB)
+    promised: list[bytes | None] = [slice_digest(piece) for piece in whole]
+    spoilt = bytearray(whole[1])
+    spoilt[100] ^= 1
+    sending = asyncio.create_task(ends[0].send_pieces(FrameType.DATA, 1, b"m" * 8, [whole[0], memoryview(spoilt)], promised))
+    header = await header_of(ends[1])
+    digests, claimed = await ends[1].read_pieces(header, [(memoryview(bytearray(4 * MIB)), (MIB, 3 * MIB))])
+    assert claimed == b"".join(digest for digest in promised if digest)
+    assert digests[0] == claimed[:DIGEST_BYTES]
+    assert digests[1] != claimed[DIGEST_BYTES:]
+    assert await sending == digests
+
+
+async def test_a_peer_that_leaves_in_the_middle(ends: tuple[Channel, Channel]) -> None:
+    reading = asyncio.create_task(ends[1].read_into(memoryview(bytearray(MIB))))
+    await ends[0].send([os.urandom(1000)])
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    ends[0].close()
+    with pytest.raises(ConnectionLost):
+        await reading
+
+
+async def test_nothing_is_written_once_the_reader_was_stopped(ends: tuple[Channel, Channel]) -> None:
+    target = bytearray(MIB)
+    reading = asyncio.create_task(ends[1].read_into(memoryview(target)))
+    await ends[0].send([b"\1" * 1000])
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    there = bytes(target)
+    await ends[0].send([b"\2" * MIB])
+    await asyncio.sleep(0.01)
+    assert target == there
+
+
+async def test_others_have_their_turns(ends: tuple[Channel, Channel]) -> None:
+    """A peer that never lets the socket run dry does not keep the loop."""
+    turns = 0
+
+    async def another() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(another())
+    data = memoryview(bytes(MIB))
+    sending = asyncio.create_task(ends[0].send([data] * 64))
+    await ends[1].read_into(memoryview(bytearray(64 * MIB)))
+    await sending
+    other.cancel()
+    assert turns > 64 * MIB // (4 * MIB)  # a share is 4 MiB
+
+
+async def test_time_that_is_up(ends: tuple[Channel, Channel]) -> None:
+    ends[1].bound_reads(0.02)
+    await ends[0].send([bytes(MIB // 2)])
+    with pytest.raises(TimeoutError):
+        await ends[1].read_into(memoryview(bytearray(MIB)))
+
+
+async def test_loopback_is_not_paced(ends: tuple[Channel, Channel]) -> None:
+    for channel in ends:
+        assert channel.local
+        name = channel.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+        assert name in (b"cubic", b"reno")
+
+
+async def test_a_socket_that_is_not_connected_keeps_what_it_has() -> None:
+    with socket.socket() as sock:
+        before = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert not Channel(sock).local
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) == before
