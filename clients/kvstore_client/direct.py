@@ -195,7 +195,7 @@ class Direct:
                 line.bound(self._client.timeout)
                 try:
                     at_once(line.settle())
-                except (ConnectionLost, TimeoutError):
+                except (KVStoreError, TimeoutError):
                     pass  # then it ends with the session, or by its time
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from tests.integration.pages import SPEC, content, context, fetch_checked
 from tests.integration.raw import RawClient, stat, wait_for_baseline
 from tests.integration.secured import ADMIN, ALICE, BOB, TOKENS, write_tokens
 
-DRAM, SSD, IN_FLIGHT, CONNECTIONS = 1 << 20, 2 << 20, 512 << 10, 3
+DRAM, SSD, IN_FLIGHT, CONNECTIONS = 1 << 20, 2 << 20, 512 << 10, 4
 QUOTAS = f"""
 [tenants.alice]
 dram = {DRAM}
@@ -176,7 +177,9 @@ def test_fetches_in_flight(limited: DaemonProcess, alice: Client) -> None:
 
 
 def test_connections(limited: DaemonProcess) -> None:
-    with RawClient(limited.endpoint, token=ALICE) as first, RawClient(limited.endpoint, token=ALICE, session=first.session):
+    with RawClient(limited.endpoint, token=ALICE) as first, ExitStack() as more:
+        for _ in range(CONNECTIONS - 2):
+            more.enter_context(RawClient(limited.endpoint, token=ALICE, session=first.session))
         with Client(limited.endpoint, token=ALICE, connections=1), pytest.raises(Busy, match="connections"):
             Client(limited.endpoint, token=ALICE, connections=1)
         with RawClient(limited.endpoint, hello=False) as refused:

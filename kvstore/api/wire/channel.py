@@ -85,6 +85,7 @@ class Channel:
     def close(self) -> None:
         """Close the socket; a read or a write under way ends with ConnectionLost."""
         self._abandon()
+        self._handler = None  # it holds whoever has this channel
         self._reader.close()
         self._writer.close()
         self.sock.close()
