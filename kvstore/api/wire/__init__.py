@@ -18,7 +18,18 @@ from kvstore.api.wire.frames import (
     encode,
 )
 from kvstore.api.wire.messages import pack, unpack, unpack_request
-from kvstore.api.wire.runs import Piece, Run, check_run, cut, cut_lazily, pack_provisional, pack_runs, unpack_provisional, unpack_runs
+from kvstore.api.wire.runs import (
+    Piece,
+    Run,
+    check_run,
+    cut,
+    cut_lazily,
+    pack_alike,
+    pack_provisional,
+    pack_runs,
+    unpack_provisional,
+    unpack_runs,
+)
 from kvstore.api.wire.tls import TlsChannel, client_context
 from kvstore.digests import DIGEST_BYTES, blob_id, extra_digest, slice_digest
 from kvstore.drift import Drift, measure
@@ -55,6 +66,6 @@ __all__ = [
     "KVSpec", "KVStoreError", "MissingParent", "NoSpace", "NotFound", "PartRange", "Piece", "ProtocolError", "RebuildFailed",
     "Run", "SliceLayout", "TlsChannel", "Turn", "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch",
     "blob_id", "canonical_json", "check_run", "client_context", "cut", "cut_lazily", "decode_header", "encode", "error_from_code",
-    "extra_digest", "measure", "pack", "pack_provisional", "pack_runs", "slice_digest", "unpack", "unpack_provisional", "unpack_request",
-    "unpack_runs",
+    "extra_digest", "measure", "pack", "pack_alike", "pack_provisional", "pack_runs", "slice_digest", "unpack", "unpack_provisional",
+    "unpack_request", "unpack_runs",
 ]  # fmt: skip

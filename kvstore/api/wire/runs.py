@@ -2,15 +2,19 @@
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from kvstore.errors import BadRequest
 from kvstore.kvspec import SliceLayout
 
 _RUN = struct.Struct("<IIQQQ")
 RUN_BYTES = _RUN.size
+_BLOB = np.dtype("<u4")
+"""The first field of a run."""
 MAX_RUNS = 1 << 16
 MAX_SEGMENTS = 1 << 20
 _CACHED_PIECES = 64
@@ -54,6 +58,17 @@ def unpack_provisional(name: bytes | memoryview) -> tuple[int, int, int]:
 def pack_runs(runs: list[Run]) -> bytes:
     """Runs as bytes, 32 each."""
     return b"".join(_RUN.pack(r.blob, r.segments, r.offset, r.length, r.stride) for r in runs)
+
+
+def pack_alike(runs: Sequence[Run], numbers: Sequence[int], pages: int) -> bytes:
+    """The runs of pages that are alike, page by page: run `i` of the first page is of blob `numbers[i]`, then of the next blob each."""
+    once = b"".join([_RUN.pack(number, r.segments, r.offset, r.length, r.stride) for r, number in zip(runs, numbers, strict=True)])
+    if pages == 1:
+        return once
+    packed = bytearray(once * pages)
+    blobs = np.frombuffer(packed, _BLOB).reshape(pages, len(runs), -1)[:, :, 0]
+    blobs += np.arange(pages, dtype=_BLOB)[:, None]
+    return bytes(packed)
 
 
 def unpack_runs(data: bytes | memoryview) -> list[Run]:
