@@ -87,6 +87,18 @@ class HashIndex:
                 yield slot
             at = (at + 1) & mask
 
+    def first(self, hash64: int) -> int:
+        """The first of the candidates, which is nearly always the only one; -1 if there is none."""
+        shard = self.shards[hash64 & 0xFF]
+        tag = (hash64 >> 8) & TAG_MASK
+        ids, tags, mask = shard.ids, shard.tags, shard.mask
+        at = tag & mask
+        while (slot := ids[at]) >= 0:
+            if tags[at] == tag:
+                return slot
+            at = (at + 1) & mask
+        return -1
+
     def add(self, hash64: int, slot: int) -> None:
         """Add a slot under a hash."""
         shard = self.shards[hash64 & 0xFF]

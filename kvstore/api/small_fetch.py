@@ -35,9 +35,9 @@ class Peer(Protocol):
 
 async def fetch_small(connection: Peer, request: int, asked: Asked) -> bool:
     """Answer a FETCH, if it is small and all of it is in DRAM. Raises as `stream_fetch`; then nothing was sent."""
-    if asked.provisional or asked.nbytes > min(SMALL_BYTES, asked.frame_bytes or SMALL_BYTES) or len(asked.runs) > SMALL_RUNS:
+    if asked.provisional or asked.nbytes > min(SMALL_BYTES, asked.frame_bytes or SMALL_BYTES):
         return False
-    if sum(run.segments for run in asked.runs) > SMALL_PIECES:
+    if sum(len(alike.blobs) for alike in asked.runs) > SMALL_RUNS or sum(alike.segments for alike in asked.runs) > SMALL_PIECES:
         return False
     store = connection.store
     store.quotas.start_fetch(asked.tenant, asked.nbytes)
@@ -56,44 +56,42 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
 
     Holds only until the loop goes on: nothing is pinned.
     """
-    space = asked.space
-    rows = [store.find_blob(space, name) for name in asked.names]
-    stored: list[memoryview] = []
-    for row in rows:
-        if (view := store.resident(space, row)) is None:
-            return None
-        stored.append(view)
+    space, names = asked.space, asked.names
+    rows = store.find_blobs(space, names)
+    stored = store.residents(space, rows)
+    layouts = space.blobs.layouts_of(rows)
+    tables = [b""] * len(rows)
     pieces: list[memoryview] = []
     trailer: list[bytes] = []
-    named: set[int] = set()
     hashed = 0
-    for run in asked.runs:
-        row, view = rows[run.blob], stored[run.blob]
-        layout = space.blobs.layout_of(row)
-        check_run(run, layout)
-        table = bytes(view[layout.payload_bytes :])
-        if run.blob not in named:
-            if blob_id(table) != asked.names[run.blob]:
-                corrupt(store, space, row)
-            named.add(run.blob)
-        verified = -1
-        for piece in cut(run, layout):
-            if piece.slice != verified:
-                whole = view[layout.offsets[piece.slice] : layout.offsets[piece.slice + 1]]
-                promise = table[piece.slice * DIGEST_BYTES : (piece.slice + 1) * DIGEST_BYTES]
-                if slice_digest(whole) != promise:
-                    corrupt(store, space, row)
-                verified = piece.slice
-                hashed += len(whole)
-            if hashed > SMALL_HASHED or len(pieces) == SMALL_PIECES:
+    for alike in asked.runs:
+        layout = None
+        for blob in alike.blobs:
+            view = stored[blob]
+            if view is None:
                 return None
-            if piece.whole:
-                pieces.append(whole)
-                trailer.append(promise)
-            else:
-                part = view[piece.offset : piece.offset + piece.size]
+            if layouts[blob] is not layout:
+                layout = layouts[blob]
+                check_run(alike.run, layout)
+                cuts, offsets = cut(alike.run, layout), layout.offsets
+            if not (table := tables[blob]):
+                table = tables[blob] = bytes(view[offsets[-1] :])
+                if blob_id(table) != names[blob]:
+                    corrupt(store, space, rows[blob])
+            verified = -1
+            for offset, size, number, whole in cuts:
+                promise = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+                if number != verified:
+                    at, end = offsets[number], offsets[number + 1]
+                    if slice_digest(view[at:end]) != promise:
+                        corrupt(store, space, rows[blob])
+                    verified = number
+                    hashed += end - at
+                if hashed > SMALL_HASHED or len(pieces) == SMALL_PIECES:
+                    return None
+                part = view[offset : offset + size]
                 pieces.append(part)
-                trailer.append(slice_digest(part))
+                trailer.append(promise if whole else slice_digest(part))
     fetched = Fetched(pieces=len(pieces), payload_bytes=asked.nbytes)
     return [
         encode_bulk(FrameType.DATA, request, DATA_META.pack(0), asked.nbytes, len(pieces)),

@@ -5,6 +5,7 @@ is the digest of the table, so whoever holds the id can verify everything.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,16 @@ class BlobTable:
                 return row
         return -1
 
+    def find_many(self, blob_ids: Sequence[bytes]) -> list[int]:
+        """The row of each blob, or -1."""
+        memory, first_of = self._id_memory, self._index.first
+        found = []
+        for blob_id in blob_ids:
+            row = first_of(int.from_bytes(blob_id[:8], "little"))
+            at = row * DIGEST_BYTES
+            found.append(row if row >= 0 and memory[at : at + DIGEST_BYTES] == blob_id else self.find(blob_id))
+        return found
+
     def id_of(self, row: int) -> bytes:
         """The blob id in a row."""
         return self._id_memory[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
@@ -66,7 +77,12 @@ class BlobTable:
         """How the blob's payload is cut into slices."""
         return self._layouts[int(self._layout[row])]
 
-    def stored_of(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    def layouts_of(self, rows: Sequence[int]) -> list[SliceLayout]:
+        """As `layout_of`, of several rows."""
+        layouts = self._layouts
+        return [layouts[number] for number in self._layout[rows].tolist()]
+
+    def stored_of(self, rows: npt.NDArray[np.int32] | Sequence[int]) -> npt.NDArray[np.int64]:
         """Bytes of the stored form of several blobs."""
         sizes = np.array([stored_bytes(layout) for layout in self._layouts], np.int64)
         return sizes[self._layout[rows]]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.api.wire import Run, check_run, cut, pack_runs, unpack_runs
+from kvstore.api.wire import Run, check_run, cut, pack_runs, unpack_alike, unpack_runs, whole_slices
 from kvstore.digests import blob_id, slice_digest
 from kvstore.errors import BadRequest, Corrupt
 from kvstore.kvspec import Component, KVSpec, PartRange, SliceLayout
@@ -149,6 +149,27 @@ def test_torn_and_endless_run_lists_are_refused() -> None:
         unpack_runs(bytes(33))
     with pytest.raises(BadRequest):
         unpack_runs(pack_runs([Run(0, 0, 1, 1, (1 << 32) - 1)]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([Run(0, 5, 7), Run(0, 5, 8), Run(0, 5, 7, 9, 2), Run(0, 1 << 40, 1 << 40)]))))
+def test_runs_come_as_they_were_sent(asked: list[tuple[int, Run]]) -> None:
+    runs = [run._replace(blob=blob) for blob, run in asked]
+    found = unpack_alike(pack_runs(runs))
+    assert [run for alike in found for run in alike.each()] == unpack_runs(pack_runs(runs)) == runs
+    assert all(one.run[1:] != other.run[1:] for one, other in pairwise(found)), "alike ones are together"
+    assert sum(alike.nbytes for alike in found) == sum(run.length * run.segments for run in runs)
+
+
+@given(st.integers(0, 4), st.integers(0, 4), st.integers(-1, 1), st.integers(-1, 1), st.integers(1, 2))
+def test_whole_slices_are_those_that_a_run_is_cut_into(first: int, last: int, before: int, after: int, segments: int) -> None:
+    layout = SliceLayout((30, 50, 20, 50))
+    start, end = layout.offsets[first] + before, layout.offsets[last] + after
+    run = Run(0, start, end - start, 1 << 10, segments)
+    if start < 0 or start >= end or end > layout.payload_bytes:
+        return
+    whole = [(p.slice, p.offset, p.offset + p.size) for p in cut(run._replace(segments=1), layout) if p.whole]
+    all_whole = segments == 1 and sum(high - low for _, low, high in whole) == run.length
+    assert whole_slices(run, layout) == (whole if all_whole else [])
 
 
 @settings(deadline=None, max_examples=60)
