@@ -4,11 +4,12 @@ A task, its bookkeeping and a second system call are nothing beside a MiB, and m
 """
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Protocol
 
 from kvstore.api.sessions import Session
 from kvstore.api.streaming import Asked, corrupt
-from kvstore.api.wire import DATA_META, FrameType, check_run, cut, encode, pack
+from kvstore.api.wire import DATA_META, FrameType, Run, SliceLayout, check_run, cut, encode, pack, whole_slices
 from kvstore.api.wire.frames import encode_bulk
 from kvstore.api.wire.messages import Fetched
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
@@ -56,45 +57,73 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
 
     Holds only until the loop goes on: nothing is pinned.
     """
-    space, names = asked.space, asked.names
-    rows = store.find_blobs(space, names)
-    stored = store.residents(space, rows)
+    space, rows = asked.space, store.find_blobs(asked.space, asked.names)
+    stored = [view for view in store.residents(space, rows) if view is not None]
+    if len(stored) < len(rows):
+        return None
     layouts = space.blobs.layouts_of(rows)
-    tables = [b""] * len(rows)
+    tables = [bytes(view[layout.offsets[-1] :]) for view, layout in zip(stored, layouts, strict=True)]
+    if (named := [blob_id(table) for table in tables]) != asked.names:
+        corrupt(store, space, rows[_first_other(named, asked.names)])
     pieces: list[memoryview] = []
     trailer: list[bytes] = []
     hashed = 0
-    for alike in asked.runs:
-        layout = None
-        for blob in alike.blobs:
-            view = stored[blob]
-            if view is None:
-                return None
-            if layouts[blob] is not layout:
-                layout = layouts[blob]
-                check_run(alike.run, layout)
-                cuts, offsets = cut(alike.run, layout), layout.offsets
-            if not (table := tables[blob]):
-                table = tables[blob] = bytes(view[offsets[-1] :])
-                if blob_id(table) != names[blob]:
-                    corrupt(store, space, rows[blob])
-            verified = -1
-            for offset, size, number, whole in cuts:
-                promise = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-                if number != verified:
-                    at, end = offsets[number], offsets[number + 1]
-                    if slice_digest(view[at:end]) != promise:
+    for run, all_blobs in asked.runs:
+        for _, alike in groupby(all_blobs, lambda blob: id(layouts[blob])):
+            blobs = list(alike)
+            layout = layouts[blobs[0]]
+            check_run(run, layout)
+            if slices := whole_slices(run, layout):
+                parts = [view[start:end] for view in [stored[blob] for blob in blobs] for _, start, end in slices]
+                low, high = DIGEST_BYTES * slices[0][0], DIGEST_BYTES * (slices[-1][0] + 1)
+                promised = [tables[blob][low:high] for blob in blobs]
+                digests = [slice_digest(part) for part in parts]
+                if (found := b"".join(digests)) != b"".join(promised):
+                    each = len(slices)
+                    found_of = [b"".join(digests[at : at + each]) for at in range(0, len(digests), each)]
+                    corrupt(store, space, rows[blobs[_first_other(found_of, promised)]])
+                pieces += parts
+                trailer.append(found)
+            else:
+                for blob in blobs:
+                    try:
+                        hashed += _add(stored[blob], tables[blob], run, layout, pieces, trailer)
+                    except _Wrong:
                         corrupt(store, space, rows[blob])
-                    verified = number
-                    hashed += end - at
-                if hashed > SMALL_HASHED or len(pieces) == SMALL_PIECES:
-                    return None
-                part = view[offset : offset + size]
-                pieces.append(part)
-                trailer.append(promise if whole else slice_digest(part))
+                    if hashed > SMALL_HASHED or len(pieces) > SMALL_PIECES:
+                        return None
+            if len(pieces) > SMALL_PIECES:
+                return None
     fetched = Fetched(pieces=len(pieces), payload_bytes=asked.nbytes)
     return [
         encode_bulk(FrameType.DATA, request, DATA_META.pack(0), asked.nbytes, len(pieces)),
         *pieces,
         b"".join([*trailer, *map(bytes, encode(FrameType.FETCHED, request, pack(fetched)))]),
     ]
+
+
+class _Wrong(Exception):
+    """A slice does not verify."""
+
+
+def _add(view: memoryview, table: bytes, run: Run, layout: SliceLayout, pieces: list[memoryview], trailer: list[bytes]) -> int:
+    """Add the pieces of a run, whose slices are verified first. Returns the bytes hashed for that, or once they are too many."""
+    offsets, hashed, verified = layout.offsets, 0, -1
+    for offset, size, number, whole in cut(run, layout):
+        promise = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        if number != verified:
+            if slice_digest(view[offsets[number] : offsets[number + 1]]) != promise:
+                raise _Wrong
+            verified = number
+            hashed += offsets[number + 1] - offsets[number]
+        part = view[offset : offset + size]
+        pieces.append(part)
+        trailer.append(promise if whole else slice_digest(part))
+        if hashed > SMALL_HASHED or len(pieces) > SMALL_PIECES:
+            break
+    return hashed
+
+
+def _first_other(found: list[bytes], promised: list[bytes]) -> int:
+    """Where two lists begin to differ."""
+    return next(index for index, (one, other) in enumerate(zip(found, promised, strict=True)) if one != other)

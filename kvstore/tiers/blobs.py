@@ -55,20 +55,18 @@ class BlobTable:
         return -1
 
     def find_many(self, blob_ids: Sequence[bytes]) -> list[int]:
-        """The row of each blob, or -1."""
-        memory, first_of = self._id_memory, self._index.first
-        found = []
-        for blob_id in blob_ids:
-            row = first_of(int.from_bytes(blob_id[:8], "little"))
-            at = row * DIGEST_BYTES
-            found.append(row if row >= 0 and memory[at : at + DIGEST_BYTES] == blob_id else self.find(blob_id))
-        return found
+        """The row of each blob, or -1; ids of 16 bytes."""
+        names = b"".join(blob_ids)
+        rows = self._index.first_many(np.frombuffer(names, "<u8")[:: DIGEST_BYTES // 8].tolist())
+        if -1 not in rows and self.ids_of(rows) == names:
+            return rows
+        return [self.find(blob_id) for blob_id in blob_ids]
 
     def id_of(self, row: int) -> bytes:
         """The blob id in a row."""
         return self._id_memory[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
 
-    def ids_of(self, rows: npt.NDArray[np.int32]) -> bytes:
+    def ids_of(self, rows: npt.NDArray[np.int32] | Sequence[int]) -> bytes:
         """Blob ids of several rows, 16 bytes each."""
         table = np.frombuffer(self._id_memory, np.uint8, self.slots.high * DIGEST_BYTES).reshape(-1, DIGEST_BYTES)
         return np.take(table, rows, axis=0).tobytes()
