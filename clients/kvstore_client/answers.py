@@ -162,16 +162,15 @@ class Answers(Generic[A]):
             await self._channel.skip(header.payload_bytes + header.trailer_bytes)
             return
         first = call.next_piece
-        spans = call.stripe.spans(first, header.pieces)
-        pieces, nbytes = sum(len(span.sizes) for span in spans), sum(span.size for span in spans)
-        if DATA_META.unpack(meta)[0] != first or (pieces, nbytes) != (header.pieces, header.payload_bytes):
+        if DATA_META.unpack(meta)[0] != first or call.stripe.reach(first, header.pieces) != (header.pieces, header.payload_bytes):
             raise ProtocolError(
                 f"DATA of {header.pieces} pieces and {header.payload_bytes} bytes does not continue the fetch at piece {first}"
             )
         self._receiving = header.request
         self._frame_done.clear()
         try:
-            into = [(call.target[offset : offset + size], sizes) for offset, size, sizes in spans]
+            target = call.target
+            into = [(target[at : at + size], sizes) for at, size, sizes in call.stripe.spans(first, header.pieces)]
             digests, claimed = await self._channel.read_pieces(header, into)
         finally:
             self._receiving = None

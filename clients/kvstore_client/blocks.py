@@ -78,12 +78,8 @@ class Item(NamedTuple):
         return self.run.length * self.run.segments
 
 
-class Span(NamedTuple):
-    """Pieces that lie next to each other, and their sizes."""
-
-    offset: int
-    size: int
-    sizes: Sequence[int]
+Span = tuple[int, int, Sequence[int]]
+"""Pieces that lie next to each other: offset, size, and the sizes of the pieces."""
 
 
 class Wholes(NamedTuple):
@@ -220,8 +216,8 @@ class Block(NamedTuple):
         if len(spans) == 1:
             offset, size, sizes = spans[0]
             if isinstance(targets, range) and targets.step == size:
-                return [Span(targets[first] + offset, size * (last - first), sizes * (last - first))]
-        return [Span(target + offset, size, sizes) for target in targets[first:last] for offset, size, sizes in spans]
+                return [(targets[first] + offset, size * (last - first), sizes * (last - first))]
+        return [(target + offset, size, sizes) for target in targets[first:last] for offset, size, sizes in spans]
 
     def items(self) -> Iterator[Item]:
         """Run by run."""

@@ -32,7 +32,7 @@ class Stretch(NamedTuple):
         if self.high - self.low == shape.count:
             return self.block.spans(self.first, self.last)
         target = self.block.targets[self.first]
-        return [Span(target + offset, size, (size,)) for offset, size in shape.pieces[self.low : self.high]]
+        return [(target + offset, size, (size,)) for offset, size in shape.pieces[self.low : self.high]]
 
 
 class Stripe:
@@ -91,8 +91,11 @@ class Stripe:
 
     def spans(self, first: int, count: int) -> list[Span]:
         """Where pieces go, in order; those that lie next to each other are one span."""
+        stretches = list(self.stretches(first, count))
+        if len(stretches) == 1 and isinstance(stretches[0].block.targets, range):
+            return stretches[0].spans()  # nothing is left to merge
         found: list[tuple[int, int, list[int]]] = []
-        for stretch in self.stretches(first, count):
+        for stretch in stretches:
             for offset, size, sizes in stretch.spans():
                 if found and found[-1][1] == offset:
                     start, end, before = found[-1]
@@ -100,7 +103,12 @@ class Stripe:
                     found[-1] = start, end + size, before
                 else:
                     found.append((offset, offset + size, list(sizes)))
-        return [Span(start, end - start, sizes) for start, end, sizes in found]
+        return [(start, end - start, sizes) for start, end, sizes in found]
+
+    def reach(self, first: int, count: int) -> tuple[int, int]:
+        """How many of the pieces from number `first` on there are, up to `count`, and their bytes."""
+        stretches = list(self.stretches(first, count))
+        return sum(stretch.pieces for stretch in stretches), sum(stretch.nbytes for stretch in stretches)
 
     def into(self, target: memoryview, packed: memoryview) -> None:
         """Copy all pieces, which lie one after the other, to where they go."""
@@ -119,9 +127,9 @@ class PackedStripe(Stripe):
 
     def spans(self, first: int, count: int) -> list[Span]:
         """Where pieces go: one span."""
-        sizes = [size for span in super().spans(first, count) for size in span.sizes]
+        sizes = [size for _, _, its in super().spans(first, count) for size in its]
         start = sum(stretch.nbytes for stretch in self.stretches(0, first))
-        return [Span(start, sum(sizes), sizes)]
+        return [(start, sum(sizes), sizes)]
 
 
 def stripes_of(blocks: Iterable[Block], size: int) -> Iterator[Stripe]:
