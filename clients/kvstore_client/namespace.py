@@ -53,6 +53,8 @@ from kvstore_client.waiting import Patience
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
 
+_SHAPES = 256
+"""How many shapes of pages are kept."""
 PUT_PAGES = 4096
 PUT_BYTES = 64 << 20
 """A put is sent in commits of about so many bytes, the front of the prefix first."""
@@ -201,7 +203,7 @@ class Match:
             shift = (group.layer_lo - wanted.layer_lo) * layer
             for ranges, blobs, targets in runs:
                 shifted = range(targets.start + shift, targets.stop + shift, size)
-                found.append(Block(PageShape(page_parts(spec, ranges, group)), blobs, 0, shifted, number))
+                found.append(Block(self.namespace.shape(ranges, group), blobs, 0, shifted, number))
         return found
 
 
@@ -214,6 +216,16 @@ class Namespace(TextCalls):
         self.id = info.id
         self.name = info.name
         self.spec = KVSpec.from_dict(info.spec)
+        self._shapes: dict[tuple[tuple[PartRange, ...], PartRange], PageShape] = {}
+
+    def shape(self, stored: tuple[PartRange, ...], wanted: PartRange) -> PageShape:
+        """What a wanted range takes of a page that is stored so; kept, as there are few in use. Raises BadRequest if it is not covered."""
+        found = self._shapes.get((stored, wanted))
+        if found is None:
+            if len(self._shapes) >= _SHAPES:
+                self._shapes.clear()
+            found = self._shapes[stored, wanted] = PageShape(page_parts(self.spec, stored, wanted))
+        return found
 
     async def drop(self) -> None:
         """Forget the namespace and everything in it."""

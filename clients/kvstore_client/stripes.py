@@ -73,6 +73,10 @@ class Stripe:
     def stretches(self, first: int, count: int) -> Iterator[Stretch]:
         """Which pieces those from number `first` on are, as far as there are any."""
         at, end = 0, first + count
+        if not first and count == self.pieces:
+            for block in self.blocks:
+                yield Stretch(block, 0, block.pages, 0, block.shape.count)
+            return
         for block in self.blocks:
             size, each = block.pieces, block.shape.count
             low, high = max(first - at, 0), min(end - at, size)
@@ -107,6 +111,8 @@ class Stripe:
 
     def reach(self, first: int, count: int) -> tuple[int, int]:
         """How many of the pieces from number `first` on there are, up to `count`, and their bytes."""
+        if not first and count == self.pieces:
+            return count, self.nbytes
         stretches = list(self.stretches(first, count))
         return sum(stretch.pieces for stretch in stretches), sum(stretch.nbytes for stretch in stretches)
 
