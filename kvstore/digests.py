@@ -16,14 +16,10 @@ _PAGE_KEY_PERSON = b"kvstore.page"
 _EXTRA_PERSON = b"kvstore.extra"
 
 
-def slice_digest(data: bytes | bytearray | memoryview) -> bytes:
-    """xxh3_128 of one slice, big-endian canonical form, 16 bytes."""
-    return xxh3_128_digest(data)
-
-
-def blob_id(digest_table: bytes | bytearray | memoryview) -> bytes:
-    """The content address of a part: xxh3_128 over its slice digests in order (16 bytes each)."""
-    return xxh3_128_digest(digest_table)
+slice_digest = xxh3_128_digest
+"""xxh3_128 of one slice, big-endian canonical form, 16 bytes."""
+blob_id = xxh3_128_digest
+"""The content address of a part: xxh3_128 over its slice digests in order (16 bytes each)."""
 
 
 def extra_digest(keys: Iterable[tuple[str, bytes]]) -> bytes:

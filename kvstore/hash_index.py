@@ -4,7 +4,7 @@ Open addressing with linear probing and backward-shift deletion (Knuth, TAOCP 3,
 caller compares what a candidate slot holds. Sharded by the low hash bits, so that growing one shard is a short pause.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,19 @@ class HashIndex:
             if tags[at] == tag:
                 yield slot
             at = (at + 1) & mask
+
+    def first_many(self, hashes: Iterable[int]) -> list[int]:
+        """For each hash the first of its candidates, which is nearly always the only one; -1 if there is none."""
+        shards, found = self.shards, []
+        for hash64 in hashes:
+            shard = shards[hash64 & 0xFF]
+            tag = (hash64 >> 8) & TAG_MASK
+            ids, tags, mask = shard.ids, shard.tags, shard.mask
+            at = tag & mask
+            while (slot := ids[at]) >= 0 and tags[at] != tag:
+                at = (at + 1) & mask
+            found.append(slot)
+        return found
 
     def add(self, hash64: int, slot: int) -> None:
         """Add a slot under a hash."""

@@ -21,9 +21,9 @@ from kvstore.api.wire import (
 )
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import ErrorReply, FetchRequest, Hello, Message, Welcome
-from kvstore.api.wire.runs import pack_runs
 from kvstore.api.wire.same_host import SegmentList, SegmentMeta
-from kvstore_client.plan import FetchPlan, Stripe
+from kvstore_client.plan import FetchPlan
+from kvstore_client.stripes import Stripe
 
 M = TypeVar("M", bound=Message)
 
@@ -95,10 +95,11 @@ class Call(Generic[A]):
 
 def fetch_request(namespace: str, stripe: Stripe, plan: FetchPlan) -> tuple[FetchRequest, bytes]:
     """What is sent to fetch a stripe of a plan."""
+    blobs, payload = stripe.asked()
     message = FetchRequest(
-        namespace=namespace, blobs=len(stripe.blobs), provisional=plan.provisional, frame_bytes=plan.frame_bytes, priority=plan.priority
+        namespace=namespace, blobs=blobs, provisional=plan.provisional, frame_bytes=plan.frame_bytes, priority=plan.priority
     )
-    return message, b"".join(stripe.blobs) + pack_runs(stripe.runs)
+    return message, payload
 
 
 class Answers(Generic[A]):
@@ -161,15 +162,16 @@ class Answers(Generic[A]):
             await self._channel.skip(header.payload_bytes + header.trailer_bytes)
             return
         first = call.next_piece
-        pieces = call.stripe.pieces[first : first + header.pieces]
-        if DATA_META.unpack(meta)[0] != first or len(pieces) != header.pieces or sum(p.size for p in pieces) != header.payload_bytes:
+        if DATA_META.unpack(meta)[0] != first or call.stripe.reach(first, header.pieces) != (header.pieces, header.payload_bytes):
             raise ProtocolError(
                 f"DATA of {header.pieces} pieces and {header.payload_bytes} bytes does not continue the fetch at piece {first}"
             )
         self._receiving = header.request
         self._frame_done.clear()
         try:
-            digests, claimed = await self._channel.read_pieces(header, _spans(call.target, [(p.target, p.size) for p in pieces]))
+            target = call.target
+            into = [(target[at : at + size], sizes) for at, size, sizes in call.stripe.spans(first, header.pieces)]
+            digests, claimed = await self._channel.read_pieces(header, into)
         finally:
             self._receiving = None
             self._frame_done.set()
@@ -196,19 +198,6 @@ class Answers(Generic[A]):
             if not call.done.done():
                 call.done.set_exception(ConnectionLost(error.message) if not isinstance(error, ProtocolError) else error)
         self._calls.clear()
-
-
-def _spans(target: memoryview, places: list[tuple[int, int]]) -> list[tuple[memoryview, list[int]]]:
-    """Pieces that lie next to each other in the buffer, merged, so that they are received in one go."""
-    spans: list[tuple[int, int, list[int]]] = []
-    for offset, size in places:
-        if spans and spans[-1][1] == offset:
-            start, end, sizes = spans[-1]
-            sizes.append(size)
-            spans[-1] = (start, end + size, sizes)
-        else:
-            spans.append((offset, offset + size, [size]))
-    return [(target[start:end], sizes) for start, end, sizes in spans]
 
 
 def _typed(meta: bytes) -> KVStoreError:

@@ -29,7 +29,8 @@ from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, Message, PutHandle, PutReady
 from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
-from kvstore_client.plan import FetchPlan, Stripe
+from kvstore_client.plan import FetchPlan
+from kvstore_client.stripes import Stripe
 from kvstore_client.waiting import Patience
 
 M = TypeVar("M", bound=Message)

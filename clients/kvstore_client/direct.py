@@ -18,7 +18,8 @@ from kvstore.api.wire.eager import at_once
 from kvstore.api.wire.messages import Fetched, Hello, Message
 from kvstore_client.answers import Answers, Call, Slot, fetch_request
 from kvstore_client.connection import parse_endpoint
-from kvstore_client.plan import FetchPlan, Stripe
+from kvstore_client.plan import FetchPlan
+from kvstore_client.stripes import Stripe
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient

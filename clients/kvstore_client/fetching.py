@@ -2,12 +2,13 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvstore_client.blocks import Block, Item, blocks_of
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near import NearBlob, copy_near
-from kvstore_client.plan import INTERACTIVE_BYTES, FetchPlan, Item, Priority
+from kvstore_client.plan import INTERACTIVE_BYTES, FetchPlan, Priority
 from kvstore_client.transfer import Progress, fetch_striped
 
 if TYPE_CHECKING:
@@ -17,20 +18,19 @@ if TYPE_CHECKING:
 class Arrivals:
     """Counts what arrives, by layer group and in all, whichever way it comes, and tells the caller."""
 
-    def __init__(self, items: list[Item], on_group: Callable[[int], None] | None, progress: Progress | None) -> None:
+    def __init__(self, blocks: Sequence[Block], on_group: Callable[[int], None] | None, progress: Progress | None) -> None:
         self._on_group = on_group
         self._progress = progress
         self._missing: Counter[int] = Counter()
-        for item in items:
-            self._missing[item.group] += item.run.length * item.run.segments
+        for block in blocks:
+            self._missing[block.group] += block.nbytes
         self.nbytes = self._missing.total()
         self.near_bytes = 0
 
     def near(self, item: Item) -> None:
         """An item is there."""
-        nbytes = item.run.length * item.run.segments
-        self.near_bytes += nbytes
-        self._missing[item.group] -= nbytes
+        self.near_bytes += item.nbytes
+        self._missing[item.group] -= item.nbytes
         if not self._missing[item.group] and self._on_group is not None:
             self._on_group(item.group)
         if self._progress is not None:
@@ -42,18 +42,19 @@ class Arrivals:
             self._progress(self.near_bytes + arrived, self.nbytes)
 
 
-async def fetch_items(
-    match: "Match", items: list[Item], target: memoryview, on_group: Callable[[int], None] | None, progress: Progress | None,
+async def fetch_blocks(
+    match: "Match", blocks: list[Block], target: memoryview, on_group: Callable[[int], None] | None, progress: Progress | None,
     priority: Priority | None = None,
 ) -> int:  # fmt: skip
-    """Fetch items into the caller's buffer. Returns the bytes. Raises NotFound (Corrupt) for what no way brings."""
+    """Fetch blocks into the caller's buffer. Returns the bytes. Raises NotFound (Corrupt) for what no way brings."""
     client, namespace = match.namespace.client, match.namespace.id
-    arrivals = Arrivals(items, on_group, progress)
+    arrivals = Arrivals(blocks, on_group, progress)
+    items = [item for block in blocks for item in block.items()] if match.places() else []
     blobs = await near_blobs(match, items)
-    left = items
+    left = blocks
     if blobs:
         started = time.perf_counter()
-        left = await copy_near(blobs, items, target, arrivals.near)
+        left = blocks_of(await copy_near(blobs, items, target, arrivals.near))
         client.same_host.copied.add(arrivals.near_bytes, time.perf_counter() - started)
     if left:
         plan = FetchPlan(

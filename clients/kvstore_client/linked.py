@@ -15,9 +15,10 @@ from typing import Generic, TypeVar
 from kvstore.api.wire import DIGEST_BYTES, ConnectionLost, Corrupt, KVStoreError
 from kvstore_client.connection import Connection
 from kvstore_client.dealing import Ask, Dealer, Rate
-from kvstore_client.plan import FetchPlan, Stripe
+from kvstore_client.plan import FetchPlan
 from kvstore_client.pool import Pool
 from kvstore_client.put_layout import SliceFrame
+from kvstore_client.stripes import PackedStripe, Stripe
 
 LINK_STRIPE = 1 << 20
 """What a link is asked for, or sends, at a time: a few hundredths of a second on a slow one."""
@@ -199,7 +200,7 @@ class _Fetch(_Run[Stripe]):
         stripe, link = ask.job, self._pool.link(ask.lane)
 
         def arrived(part: Stripe, first: int, digests: list[bytes], claimed: bytes) -> None:
-            nbytes = sum(piece.size for piece in part.pieces[first : first + len(digests)])
+            nbytes = sum(stretch.nbytes for stretch in part.stretches(first, len(digests)))
             link.fetched_bytes += nbytes
             self._dealer.arrived(ask.lane, nbytes, time.monotonic())
             (copy or self._plan).arrived(part, first, digests, claimed)
@@ -242,12 +243,8 @@ class _Copy:
 
     def __init__(self, stripe: Stripe) -> None:
         self._original = stripe
-        self.stripe = Stripe(stripe.blobs, stripe.runs, nbytes=stripe.nbytes)
-        at = 0
-        for piece in stripe.pieces:
-            self.stripe.pieces.append(piece._replace(target=at))
-            at += piece.size
-        self.buffer = memoryview(bytearray(at))
+        self.stripe = PackedStripe(stripe)
+        self.buffer = memoryview(bytearray(stripe.nbytes))
         self.digests: list[bytes] = []
         self.claimed = b""
 
@@ -261,8 +258,7 @@ class _Copy:
 
     def into(self, target: memoryview) -> None:
         """Copy it where it belongs."""
-        for piece, here in zip(self._original.pieces, self.stripe.pieces, strict=True):
-            target[piece.target : piece.target + piece.size] = self.buffer[here.target : here.target + here.size]
+        self._original.into(target, self.buffer)
 
 
 async def _disown(pool: Pool, slot: int, connection: Connection, why: str) -> None:

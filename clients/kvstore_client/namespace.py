@@ -31,13 +31,14 @@ from kvstore.api.wire.messages import (
 )
 from kvstore.api.wire.same_host import Place, unpack_places
 from kvstore_client.arguments import FLAG, PUT_ID, checked, instance, readable, writable
+from kvstore_client.blocks import Block, PageBlobs, PageShape
 from kvstore_client.connection import Connection
 from kvstore_client.direct import Elsewhere, current
 from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
-from kvstore_client.fetching import fetch_items
+from kvstore_client.fetching import fetch_blocks
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
-from kvstore_client.plan import INTERACTIVE_BYTES, Item, Priority, layer_groups, page_items, page_parts
+from kvstore_client.plan import INTERACTIVE_BYTES, Priority, layer_groups, page_parts
 from kvstore_client.put_layout import PutLayout, check_alone
 from kvstore_client.scattered import Scattered, ScatteredLayout
 from kvstore_client.session import Session
@@ -52,6 +53,8 @@ from kvstore_client.waiting import Patience
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
 
+_SHAPES = 256
+"""How many shapes of pages are kept."""
 PUT_PAGES = 4096
 PUT_BYTES = 64 << 20
 """A put is sent in commits of about so many bytes, the front of the prefix first."""
@@ -175,7 +178,7 @@ class Match:
         needed = self.namespace.spec.boundary_pages(component)
         return (max(self.pages - needed, 0) if needed else 0), self.pages
 
-    def items(self, first: int, last: int, wanted: PartRange, groups: list[PartRange] | None = None) -> list[Item]:
+    def blocks(self, first: int, last: int, wanted: PartRange, groups: list[PartRange] | None = None) -> list[Block]:
         """What to fetch for the wanted part of the pages [first, last), laid out page after page; group after group.
 
         Raises NotFound if some of them are not there, which only happens to a match with holes.
@@ -183,24 +186,24 @@ class Match:
         spec = self.namespace.spec
         size = spec.part_bytes(wanted)
         layer = size // (wanted.layer_hi - wanted.layer_lo)
-        runs: list[tuple[tuple[PartRange, ...], list[tuple[int, list[bytes]]]]] = []
-        at = 0
+        runs: list[tuple[tuple[PartRange, ...], PageBlobs, range]] = []
+        at, there = 0, 0
         for run_first, pages, ranges in self._runs:
             width = DIGEST_BYTES * len(ranges)
             low, high = max(run_first, first), min(run_first + pages, last)
-            starts = range(at + (low - run_first) * width, at + (high - run_first) * width, width)
-            ids = [[self._ids[i : i + DIGEST_BYTES] for i in range(start, start + width, DIGEST_BYTES)] for start in starts]
-            runs.append((ranges, [((low + n - first) * size, page_ids) for n, page_ids in enumerate(ids)]))
+            if low < high:
+                ids = self._ids[at + (low - run_first) * width : at + (high - run_first) * width]
+                runs.append((ranges, PageBlobs(ids, len(ranges)), range((low - first) * size, (high - first) * size, size)))
+                there += high - low
             at += width * pages
-        if sum(len(targets) for _, targets in runs) != last - first:
+        if there != last - first:
             raise NotFound(f"some of the pages [{first}, {last}) are not there: this match has holes")
-        found: list[Item] = []
+        found: list[Block] = []
         for number, group in enumerate(groups or [wanted]):
             shift = (group.layer_lo - wanted.layer_lo) * layer
-            for ranges, targets in runs:
-                parts = page_parts(spec, ranges, group) if targets else []
-                for target, page_ids in targets:
-                    found += page_items(parts, page_ids, target + shift, number)
+            for ranges, blobs, targets in runs:
+                shifted = range(targets.start + shift, targets.stop + shift, size)
+                found.append(Block(self.namespace.shape(ranges, group), blobs, 0, shifted, number))
         return found
 
 
@@ -213,6 +216,16 @@ class Namespace(TextCalls):
         self.id = info.id
         self.name = info.name
         self.spec = KVSpec.from_dict(info.spec)
+        self._shapes: dict[tuple[tuple[PartRange, ...], PartRange], PageShape] = {}
+
+    def shape(self, stored: tuple[PartRange, ...], wanted: PartRange) -> PageShape:
+        """What a wanted range takes of a page that is stored so; kept, as there are few in use. Raises BadRequest if it is not covered."""
+        found = self._shapes.get((stored, wanted))
+        if found is None:
+            if len(self._shapes) >= _SHAPES:
+                self._shapes.clear()
+            found = self._shapes[stored, wanted] = PageShape(page_parts(self.spec, stored, wanted))
+        return found
 
     async def drop(self) -> None:
         """Forget the namespace and everything in it."""
@@ -307,15 +320,15 @@ class Namespace(TextCalls):
             if first == last:
                 return 0
             async with self.client.deadline(timeout):
-                return await fetch_items(match, out.items(match, first, last, wanted), out.memory, None, progress)
+                return await fetch_blocks(match, out.blocks(match, first, last, wanted), out.memory, None, progress)
         target = writable(out, (last - first) * self.spec.part_bytes(wanted), at_least=plan is not None)
         if not len(target):
             return 0
         groups = layer_groups(wanted, group_layers)
-        items = match.items(first, last, wanted, groups)
+        blocks = match.blocks(first, last, wanted, groups)
         tell = None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi)
         async with self.client.deadline(timeout):
-            return await fetch_items(match, items, target, tell, progress, priority)
+            return await fetch_blocks(match, blocks, target, tell, progress, priority)
 
     @checked(match=instance(Match, optional=False))
     async def view(

@@ -15,8 +15,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvstore.api.wire import DIGEST_BYTES, NotFound, Piece, SliceLayout, blob_id, slice_digest
 from kvstore.api.wire.same_host import Place
+from kvstore_client.blocks import Item
 from kvstore_client.direct import current
-from kvstore_client.plan import Item
 from kvstore_client.same_host import MappedSegment
 
 _UNIT = 1 << 20

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.api.wire import BadRequest, KVSpec, PartRange
-from kvstore_client.plan import Item
+from kvstore_client.blocks import Block
 from kvstore_client.put_layout import PutLayout, SliceFrame
 
 if TYPE_CHECKING:
@@ -42,17 +42,13 @@ class Scattered:
             if min(page) < 0 or max(page) > end:
                 raise BadRequest(f"a row of {row_bytes} bytes lies outside the memory of {len(self.memory)}")
 
-    def items(self, match: "Match", first: int, last: int, wanted: PartRange) -> list[Item]:
-        """What to fetch of the pages [first, last), each run with its place in `memory`. Raises NotFound and BadRequest."""
-        found: list[Item] = []
+    def blocks(self, match: "Match", first: int, last: int, wanted: PartRange) -> list[Block]:
+        """What to fetch of the pages [first, last), each with its place in `memory`. Raises NotFound and BadRequest."""
         rows = self.rows(wanted, last - first)
         self.check(match.namespace.spec.part_bytes(rows[0]))
-        for number, row in enumerate(rows):
-            size = match.namespace.spec.part_bytes(row)
-            for item in match.items(first, last, row):
-                page, inside = divmod(item.target, size)
-                found.append(item._replace(target=self.places[page][number] + inside))
-        return found
+        size = match.namespace.spec.part_bytes(wanted)
+        found = match.blocks(first, last, wanted, rows)
+        return [block._replace(targets=[self.places[target // size][block.group] for target in block.targets], group=0) for block in found]
 
 
 class ScatteredLayout(PutLayout):

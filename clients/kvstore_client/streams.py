@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from kvstore.api.wire import (
 )
 from kvstore.api.wire.messages import Commit, Committed, Empty, Follow, FollowedPut, FollowedPuts, HintsMeta, Outcome, PutReady, PutStart
 from kvstore_client.arguments import checked, readable, writable
-from kvstore_client.plan import FetchPlan, Item, layer_groups, page_items, page_parts
+from kvstore_client.blocks import Block, PageBlobs, PageShape
+from kvstore_client.plan import FetchPlan, layer_groups, page_parts
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, with_extras
@@ -255,14 +257,19 @@ class Follower:
         groups = layer_groups(wanted, group_layers)
         layer = size // (wanted.layer_hi - wanted.layer_lo)
         sources = {page: self._sources(page) for page in range(first, last)}
-        items: list[Item] = []
+        runs: list[tuple[tuple[PartRange, ...], PageBlobs, int, int]] = []
+        for ranges, alike in groupby(sources, lambda page: tuple(part for part, _ in sources[page])):
+            run = list(alike)
+            blobs = PageBlobs(b"".join([name for page in run for _, name in sources[page]]), len(ranges))
+            runs.append((ranges, blobs, run[0] - first, run[-1] + 1 - first))
+        blocks: list[Block] = []
         for number, group in enumerate(groups):
             shift = (group.layer_lo - wanted.layer_lo) * layer
-            for page, parts in sources.items():
-                ranges, names = tuple(part for part, _ in parts), [name for _, name in parts]
-                items += page_items(page_parts(spec, ranges, group), names, (page - first) * size + shift, number)
+            for ranges, blobs, low, high in runs:
+                targets = range(low * size + shift, high * size + shift, size)
+                blocks.append(Block(PageShape(page_parts(spec, ranges, group)), blobs, 0, targets, number))
         plan = FetchPlan(
-            items, client.pool.spread, progress=progress, provisional=True,
+            blocks, client.pool.spread, progress=progress, provisional=True,
             on_group=None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi),
         )  # fmt: skip
         async with client.deadline(timeout):

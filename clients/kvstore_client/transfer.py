@@ -10,9 +10,10 @@ from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutRe
 from kvstore_client.connection import Connection
 from kvstore_client.direct import current
 from kvstore_client.linked import fetch_linked, send_linked
-from kvstore_client.plan import FetchPlan, Stripe
+from kvstore_client.plan import FetchPlan
 from kvstore_client.pool import Pool
 from kvstore_client.put_layout import SliceFrame, Wanted
+from kvstore_client.stripes import Stripe
 
 _DEPTH = 2
 """Stripes that a connection has in flight, so that it never waits for the next request to travel."""

@@ -8,9 +8,10 @@ import numpy.typing as npt
 
 from kvstore.api.wire import BadRequest, FrameType, NotFound, PartRange, Unsupported
 from kvstore.api.wire.same_host import MAX_LOCATED, Locate, Place, Places, unpack_places
+from kvstore_client.blocks import Block, Item, PageBlobs, PageShape
 from kvstore_client.direct import current
 from kvstore_client.near import NearBlob
-from kvstore_client.plan import Item, page_items, page_parts
+from kvstore_client.plan import page_parts
 
 if TYPE_CHECKING:
     from kvstore_client.namespace import Match
@@ -69,7 +70,8 @@ class LocalView:
 
 
 def _whole(match: "Match", blob: NearBlob, part: PartView, target: int) -> Item:
-    return page_items(page_parts(match.namespace.spec, (part.range,), part.range), [blob.blob], target)[0]
+    shape = PageShape(page_parts(match.namespace.spec, (part.range,), part.range))
+    return next(Block(shape, PageBlobs(blob.blob), 0, (target,)).items())
 
 
 async def view_parts(match: "Match", component: int, first: int, last: int) -> LocalView:

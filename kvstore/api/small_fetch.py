@@ -4,11 +4,12 @@ A task, its bookkeeping and a second system call are nothing beside a MiB, and m
 """
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Protocol
 
 from kvstore.api.sessions import Session
 from kvstore.api.streaming import Asked, corrupt
-from kvstore.api.wire import DATA_META, FrameType, check_run, cut, encode, pack
+from kvstore.api.wire import DATA_META, FrameType, Run, SliceLayout, check_run, cut, encode, pack, whole_slices
 from kvstore.api.wire.frames import encode_bulk
 from kvstore.api.wire.messages import Fetched
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
@@ -35,9 +36,9 @@ class Peer(Protocol):
 
 async def fetch_small(connection: Peer, request: int, asked: Asked) -> bool:
     """Answer a FETCH, if it is small and all of it is in DRAM. Raises as `stream_fetch`; then nothing was sent."""
-    if asked.provisional or asked.nbytes > min(SMALL_BYTES, asked.frame_bytes or SMALL_BYTES) or len(asked.runs) > SMALL_RUNS:
+    if asked.provisional or asked.nbytes > min(SMALL_BYTES, asked.frame_bytes or SMALL_BYTES):
         return False
-    if sum(run.segments for run in asked.runs) > SMALL_PIECES:
+    if sum(len(alike.blobs) for alike in asked.runs) > SMALL_RUNS or sum(alike.segments for alike in asked.runs) > SMALL_PIECES:
         return False
     store = connection.store
     store.quotas.start_fetch(asked.tenant, asked.nbytes)
@@ -56,47 +57,73 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
 
     Holds only until the loop goes on: nothing is pinned.
     """
-    space = asked.space
-    rows = [store.find_blob(space, name) for name in asked.names]
-    stored: list[memoryview] = []
-    for row in rows:
-        if (view := store.resident(space, row)) is None:
-            return None
-        stored.append(view)
+    space, rows = asked.space, store.find_blobs(asked.space, asked.names)
+    stored = [view for view in store.residents(space, rows) if view is not None]
+    if len(stored) < len(rows):
+        return None
+    layouts = space.blobs.layouts_of(rows)
+    tables = [bytes(view[layout.offsets[-1] :]) for view, layout in zip(stored, layouts, strict=True)]
+    if (named := [blob_id(table) for table in tables]) != asked.names:
+        corrupt(store, space, rows[_first_other(named, asked.names)])
     pieces: list[memoryview] = []
     trailer: list[bytes] = []
-    named: set[int] = set()
     hashed = 0
-    for run in asked.runs:
-        row, view = rows[run.blob], stored[run.blob]
-        layout = space.blobs.layout_of(row)
-        check_run(run, layout)
-        table = bytes(view[layout.payload_bytes :])
-        if run.blob not in named:
-            if blob_id(table) != asked.names[run.blob]:
-                corrupt(store, space, row)
-            named.add(run.blob)
-        verified = -1
-        for piece in cut(run, layout):
-            if piece.slice != verified:
-                whole = view[layout.offsets[piece.slice] : layout.offsets[piece.slice + 1]]
-                promise = table[piece.slice * DIGEST_BYTES : (piece.slice + 1) * DIGEST_BYTES]
-                if slice_digest(whole) != promise:
-                    corrupt(store, space, row)
-                verified = piece.slice
-                hashed += len(whole)
-            if hashed > SMALL_HASHED or len(pieces) == SMALL_PIECES:
-                return None
-            if piece.whole:
-                pieces.append(whole)
-                trailer.append(promise)
+    for run, all_blobs in asked.runs:
+        for _, alike in groupby(all_blobs, lambda blob: id(layouts[blob])):
+            blobs = list(alike)
+            layout = layouts[blobs[0]]
+            check_run(run, layout)
+            if slices := whole_slices(run, layout):
+                parts = [view[start:end] for view in [stored[blob] for blob in blobs] for _, start, end in slices]
+                low, high = DIGEST_BYTES * slices[0][0], DIGEST_BYTES * (slices[-1][0] + 1)
+                promised = [tables[blob][low:high] for blob in blobs]
+                digests = [slice_digest(part) for part in parts]
+                if (found := b"".join(digests)) != b"".join(promised):
+                    each = len(slices)
+                    found_of = [b"".join(digests[at : at + each]) for at in range(0, len(digests), each)]
+                    corrupt(store, space, rows[blobs[_first_other(found_of, promised)]])
+                pieces += parts
+                trailer.append(found)
             else:
-                part = view[piece.offset : piece.offset + piece.size]
-                pieces.append(part)
-                trailer.append(slice_digest(part))
+                for blob in blobs:
+                    try:
+                        hashed += _add(stored[blob], tables[blob], run, layout, pieces, trailer)
+                    except _Wrong:
+                        corrupt(store, space, rows[blob])
+                    if hashed > SMALL_HASHED or len(pieces) > SMALL_PIECES:
+                        return None
+            if len(pieces) > SMALL_PIECES:
+                return None
     fetched = Fetched(pieces=len(pieces), payload_bytes=asked.nbytes)
     return [
         encode_bulk(FrameType.DATA, request, DATA_META.pack(0), asked.nbytes, len(pieces)),
         *pieces,
         b"".join([*trailer, *map(bytes, encode(FrameType.FETCHED, request, pack(fetched)))]),
     ]
+
+
+class _Wrong(Exception):
+    """A slice does not verify."""
+
+
+def _add(view: memoryview, table: bytes, run: Run, layout: SliceLayout, pieces: list[memoryview], trailer: list[bytes]) -> int:
+    """Add the pieces of a run, whose slices are verified first. Returns the bytes hashed for that, or once they are too many."""
+    offsets, hashed, verified = layout.offsets, 0, -1
+    for offset, size, number, whole in cut(run, layout):
+        promise = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        if number != verified:
+            if slice_digest(view[offsets[number] : offsets[number + 1]]) != promise:
+                raise _Wrong
+            verified = number
+            hashed += offsets[number + 1] - offsets[number]
+        part = view[offset : offset + size]
+        pieces.append(part)
+        trailer.append(promise if whole else slice_digest(part))
+        if hashed > SMALL_HASHED or len(pieces) > SMALL_PIECES:
+            break
+    return hashed
+
+
+def _first_other(found: list[bytes], promised: list[bytes]) -> int:
+    """Where two lists begin to differ."""
+    return next(index for index, (one, other) in enumerate(zip(found, promised, strict=True)) if one != other)

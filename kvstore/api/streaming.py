@@ -12,6 +12,7 @@ from kvstore.api.wire import (
     DATA_META,
     MAX_BULK_PAYLOAD,
     SLICES_META,
+    Alike,
     Channel,
     FrameType,
     Header,
@@ -20,9 +21,10 @@ from kvstore.api.wire import (
     SliceLayout,
     check_run,
     cut_lazily,
+    unpack_alike,
     unpack_provisional,
     unpack_request,
-    unpack_runs,
+    whole_slices,
 )
 from kvstore.api.wire.messages import Fetched, FetchRequest, Message
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
@@ -104,7 +106,7 @@ class Asked:
 
     space: Space
     names: list[bytes]
-    runs: list[Run]
+    runs: list[Alike]
     nbytes: int
     provisional: bool
     frame_bytes: int
@@ -123,12 +125,11 @@ def read_fetch(connection: Peer, meta: bytes, payload: bytes) -> Asked:
     ids_end = message.blobs * DIGEST_BYTES
     if not message.blobs > 0 or ids_end > len(payload):
         raise BadRequest(f"a fetch of {message.blobs} blobs with a payload of {len(payload)} bytes")
-    runs = unpack_runs(memoryview(payload)[ids_end:])
-    for run in runs:
-        if run.blob >= message.blobs:
-            raise BadRequest(f"a run names blob {run.blob} of {message.blobs}")
+    runs = unpack_alike(memoryview(payload)[ids_end:])
+    if runs and (last := max(max(alike.blobs) for alike in runs)) >= message.blobs:
+        raise BadRequest(f"a run names blob {last} of {message.blobs}")
     names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
-    nbytes = sum(run.length * run.segments for run in runs)
+    nbytes = sum(alike.nbytes for alike in runs)
     return Asked(space, names, runs, nbytes, message.provisional, message.frame_bytes, message.priority)
 
 
@@ -155,27 +156,30 @@ async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
     await connection.reply(request, FrameType.FETCHED, Fetched(pieces=sender.pieces_sent, payload_bytes=sender.payload_bytes))
 
 
-async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names: list[bytes], runs: list[Run]) -> None:
+async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names: list[bytes], runs: list[Alike]) -> None:
     store = connection.store
-    rows = [store.find_blob(space, name) for name in names]
-    for run in runs:
-        check_run(run, space.blobs.layout_of(rows[run.blob]))
+    rows = store.find_blobs(space, names)
+    layouts = space.blobs.layouts_of(rows)
+    for alike in runs:
+        for layout in {id(layouts[blob]): layouts[blob] for blob in alike.blobs}.values():
+            check_run(alike.run, layout)
     for row in rows:
         space.pin(row)  # before anything is awaited: a row that is let go may become another blob's
-    resident = {row: view for row in set(rows) if (view := store.resident(space, row)) is not None}
-    ahead = _ReadAhead(connection, space, [row for run in runs if (row := rows[run.blob]) not in resident])
+    resident = {row: view for row, view in zip(rows, store.residents(space, rows), strict=True) if view is not None}
+    ahead = _ReadAhead(connection, space, [row for alike in runs for blob in alike.blobs if (row := rows[blob]) not in resident])
     try:
-        for run in runs:
-            row = rows[run.blob]
-            stored = resident.get(row)
-            if stored is None:
-                ahead.start()
-                if ahead.must_wait:
-                    sender.held_up = True
-                    await sender.flush()  # nothing is held while waiting, or fetches that read around DRAM could wait for each other
-                await sender.send_held(run, await ahead.next(sender.request))
-            else:
-                await sender.send_run(run, row, stored)
+        for run, blobs in runs:
+            for blob in blobs:
+                row = rows[blob]
+                stored = resident.get(row)
+                if stored is None:
+                    ahead.start()
+                    if ahead.must_wait:
+                        sender.held_up = True
+                        await sender.flush()  # nothing is held while waiting, or fetches that read around DRAM could wait for each other
+                    await sender.send_held(run, await ahead.next(sender.request))
+                elif not sender.add_whole(run, row, stored, layouts[blob]):
+                    await sender.send_run(run, row, stored)
         await sender.flush()
     finally:
         try:
@@ -186,7 +190,7 @@ async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names:
                 space.unpin(row)
 
 
-async def _send_arriving(connection: Peer, sender: "_Sender", names: list[bytes], runs: list[Run]) -> None:
+async def _send_arriving(connection: Peer, sender: "_Sender", names: list[bytes], alike: list[Alike]) -> None:
     """Parts of followed puts, each slice as soon as it is there."""
     following, owner = connection.store.following, connection.session.owner
     sources = []
@@ -194,6 +198,7 @@ async def _send_arriving(connection: Peer, sender: "_Sender", names: list[bytes]
         handle, page, part = unpack_provisional(name)
         put = following.get(owner, handle)
         sources.append((put, page, part, put.layout_of(page, part)))
+    runs = [run for some in alike for run in some.each()]
     for run in runs:
         check_run(run, sources[run.blob][3])
     puts = {put.handle: put for put, _, _, _ in sources}.values()
@@ -299,6 +304,8 @@ class _Sender:
         self._named: set[int] = set()
         """Rows whose digest table was found to be the one that their id names, in the bytes that this fetch holds."""
         self._verified: tuple[int, int] | None = None
+        self._cut: tuple[Run, SliceLayout, list[tuple[int, int, int]]] | None = None
+        """The run that was last added whole, and the slices of it."""
         self._work = 0
         """Since others had a turn: bytes hashed, and pieces as so many bytes."""
 
@@ -313,13 +320,42 @@ class _Sender:
         self._named.discard(held.row)
         await self.send_run(run, held.row, held.view, held)
 
+    def add_whole(self, run: Run, row: int, stored: memoryview, layout: SliceLayout) -> bool:
+        """Gather a run of whole slices of a blob that stays in place for the fetch, if the frame has room for all of it; else do nothing.
+
+        Most runs are so, and alike: this is `send_run` without what has been looked at already.
+        """
+        if self._bytes + run.length > self._frame_bytes or self._work > _BREATH:
+            return False
+        cut = self._cut
+        if cut is None or cut[0] is not run or cut[1] is not layout:
+            cut = self._cut = run, layout, whole_slices(run, layout)
+        slices, count = cut[2], len(cut[2])
+        if not count or len(self._pieces) + count > _FRAME_PIECES:
+            return False
+        if row not in self._named:
+            self._check_name(row, stored, layout)
+        self._verified = None
+        for number, start, end in slices:
+            table = layout.payload_bytes + DIGEST_BYTES * number
+            self._pieces.append(stored[start:end])
+            self._promised.append(bytes(stored[table : table + DIGEST_BYTES]))
+            self._owners.append(row)
+        self._bytes += run.length
+        self._work += _PIECE_WORK * count
+        return True
+
+    def _check_name(self, row: int, stored: memoryview, layout: SliceLayout) -> None:
+        """See that the digest table is the one that the blob's id names."""
+        if blob_id(stored[layout.payload_bytes :]) != self._space.blobs.id_of(row):
+            self._corrupt(row)
+        self._named.add(row)
+
     async def send_run(self, run: Run, row: int, stored: memoryview, held: Held | None = None) -> None:
         """Send a run of a blob. Its stored form stays in place for the fetch, or is `held`, the last that was taken over."""
         layout = self._space.blobs.layout_of(row)
         if row not in self._named:
-            if blob_id(stored[layout.payload_bytes :]) != self._space.blobs.id_of(row):
-                self._corrupt(row)
-            self._named.add(row)
+            self._check_name(row, stored, layout)
         self._verified = None
         for piece in cut_lazily(run, layout):
             if held is not None and not held.has(piece.slice):
@@ -363,9 +399,10 @@ class _Sender:
         if self._pieces:
             meta = DATA_META.pack(self.pieces_sent)
             digests = await self._connection.send_pieces(self.request, meta, self._pieces, self._promised)
-            for digest, promise, row in zip(digests, self._promised, self._owners, strict=True):
-                if promise is not None and digest != promise:
-                    self._corrupt(row)
+            if digests != self._promised:
+                for digest, promise, row in zip(digests, self._promised, self._owners, strict=True):
+                    if promise is not None and digest != promise:
+                        self._corrupt(row)
             self.pieces_sent += len(self._pieces)
             self.payload_bytes += self._bytes
             self._pieces, self._promised, self._owners, self._bytes = [], [], [], 0

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -246,6 +246,12 @@ class Residency:
         if slot == NO_SLOT or row in space.spoiled:
             return None
         return self._arena.view(slot)[: space.stored_bytes(row)]
+
+    def residents(self, space: Space, rows: Sequence[int]) -> list[memoryview | None]:
+        """As `resident`, of several blobs."""
+        view, spoiled = self._arena.view, space.spoiled
+        places = zip(rows, space.blobs.slot[rows].tolist(), space.blobs.stored_of(rows).tolist(), strict=True)
+        return [None if slot == NO_SLOT or row in spoiled else view(slot)[:stored] for row, slot, stored in places]
 
     async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None, *, early: bool = False) -> "Held":
         """Pin a blob in memory, promoting it from SSD if need be.

@@ -7,6 +7,7 @@ block is in two bounded executors.
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -422,6 +423,17 @@ class Store:
             self.stats.fetch_misses += 1
             raise NotFound(f"blob {blob_id.hex()} is not in this namespace: it was evicted, or never there")
         return row
+
+    def find_blobs(self, space: Space, blob_ids: Sequence[bytes]) -> list[int]:
+        """As `find_blob`, of several blobs; ids of 16 bytes."""
+        rows = space.blobs.find_many(blob_ids)
+        if -1 in rows:
+            self.find_blob(space, blob_ids[rows.index(-1)])
+        return rows
+
+    def residents(self, space: Space, rows: Sequence[int]) -> list[memoryview | None]:
+        """As `resident`, of several blobs."""
+        return self._residency.residents(space, rows)
 
     def resident(self, space: Space, row: int) -> memoryview | None:
         """The stored form of a blob in DRAM, which stays in place while the caller has it pinned; None if it is not there."""

@@ -5,6 +5,7 @@ is the digest of the table, so whoever holds the id can verify everything.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -53,11 +54,19 @@ class BlobTable:
                 return row
         return -1
 
+    def find_many(self, blob_ids: Sequence[bytes]) -> list[int]:
+        """The row of each blob, or -1; ids of 16 bytes."""
+        names = b"".join(blob_ids)
+        rows = self._index.first_many(np.frombuffer(names, "<u8")[:: DIGEST_BYTES // 8].tolist())
+        if -1 not in rows and self.ids_of(rows) == names:
+            return rows
+        return [self.find(blob_id) for blob_id in blob_ids]
+
     def id_of(self, row: int) -> bytes:
         """The blob id in a row."""
         return self._id_memory[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
 
-    def ids_of(self, rows: npt.NDArray[np.int32]) -> bytes:
+    def ids_of(self, rows: npt.NDArray[np.int32] | Sequence[int]) -> bytes:
         """Blob ids of several rows, 16 bytes each."""
         table = np.frombuffer(self._id_memory, np.uint8, self.slots.high * DIGEST_BYTES).reshape(-1, DIGEST_BYTES)
         return np.take(table, rows, axis=0).tobytes()
@@ -66,7 +75,12 @@ class BlobTable:
         """How the blob's payload is cut into slices."""
         return self._layouts[int(self._layout[row])]
 
-    def stored_of(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    def layouts_of(self, rows: Sequence[int]) -> list[SliceLayout]:
+        """As `layout_of`, of several rows."""
+        layouts = self._layouts
+        return [layouts[number] for number in self._layout[rows].tolist()]
+
+    def stored_of(self, rows: npt.NDArray[np.int32] | Sequence[int]) -> npt.NDArray[np.int64]:
         """Bytes of the stored form of several blobs."""
         sizes = np.array([stored_bytes(layout) for layout in self._layouts], np.int64)
         return sizes[self._layout[rows]]

@@ -116,3 +116,23 @@ async def test_the_quota_counts_it(tmp_path: Path) -> None:
             await peer.fetch(names, [Run(0, 0, 64)])
         store.quotas.end("default", 50)
         assert await peer.fetch(names, [Run(0, 0, 64)])
+
+
+@pytest.mark.parametrize("bad", [0, 3, 7])
+@pytest.mark.parametrize("at", [5, -5])
+async def test_one_bad_blob_of_many_is_dropped_and_no_other(tmp_path: Path, bad: int, at: int) -> None:
+    prefix = tuple(range(1, 9))
+    async with Store(config(tmp_path / "d")) as store:
+        space, names = await stored(store, prefix, Ack.DURABLE)
+        size = len(page_bytes((1,), VALUE, 0))
+        peer = Peer(store)
+        assert await peer.fetch(names, [Run(number, 0, size) for number in range(len(names))])
+        assert b"".join(page_bytes(prefix[: n + 1], VALUE, 0) for n in range(len(prefix))) in peer.sent
+        view = store.resident(space, store.find_blob(space, names[bad]))
+        assert view is not None
+        view[at] ^= 1
+        del view
+        with pytest.raises(Corrupt, match=names[bad].hex()):
+            await Peer(store).fetch(names, [Run(number, 0, size) for number in range(len(names))])
+        left = [name for number, name in enumerate(names) if number != bad]
+        assert await Peer(store).fetch(left, [Run(number, 0, size) for number in range(len(left))])

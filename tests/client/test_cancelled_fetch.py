@@ -7,8 +7,9 @@ import pytest
 from kvstore.api.wire import DATA_META, FrameType, Piece, Run, SliceLayout, decode_header, encode, pack
 from kvstore.api.wire.frames import HEADER_BYTES, encode_bulk
 from kvstore.api.wire.messages import Welcome
+from kvstore_client.blocks import Item, blocks_of
 from kvstore_client.connection import Connection
-from kvstore_client.plan import FetchPlan, Item
+from kvstore_client.plan import FetchPlan
 
 SIZE = 1 << 20
 
@@ -49,7 +50,7 @@ async def test_nothing_more_is_written(again: bool) -> None:
         connection = await Connection.open(f"{host}:{port}")
         layout = SliceLayout((SIZE,))
         item = Item(bytes(16), layout, Run(0, 0, SIZE), (Piece(0, SIZE, 0, True),), 0, 0)
-        plan, buffer = FetchPlan([item], 1), bytearray(SIZE)
+        plan, buffer = FetchPlan(blocks_of([item]), 1), bytearray(SIZE)
         fetch = asyncio.create_task(connection.fetch("ns", plan.stripes[0], memoryview(buffer), plan, quiet_s=60 if again else 0))
         await daemon.half.wait()
         while buffer[SIZE // 8] != ord("x"):  # the socket may keep what is less than it is waited for

@@ -28,7 +28,8 @@ from kvstore.store.check import check
 from kvstore.store.expiry import Expiry
 from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.watermarks import Watermarks
-from kvstore_client.plan import page_items, page_parts
+from kvstore_client.blocks import Block, PageBlobs, PageShape
+from kvstore_client.plan import page_parts
 
 T = TypeVar("T")
 
@@ -103,7 +104,8 @@ async def fetch_page(store: Store, space: Space, match: Match, page: int, wanted
             if here == page:
                 ids = [match.parts.ids[(at + i) * 16 : (at + i + 1) * 16] for i in range(len(run.ranges))]
                 out = np.zeros(SPEC.part_bytes(wanted), np.uint8)
-                for item in page_items(page_parts(SPEC, run.ranges, wanted), ids, 0):
+                shape = PageShape(page_parts(SPEC, run.ranges, wanted))
+                for item in Block(shape, PageBlobs(b"".join(ids), len(ids)), 0, (0,)).items():
                     held = await store.hold(space, store.find_blob(space, item.blob))
                     for segment in range(item.run.segments):
                         source = item.run.offset + segment * item.run.stride

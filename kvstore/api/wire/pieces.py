@@ -26,18 +26,20 @@ class PieceHasher:
 
     def advance(self, filled: int) -> None:
         """The buffer is filled up to `filled` bytes."""
-        while self._piece < len(self._sizes):
-            end = self._at + self._sizes[self._piece]
+        view, sizes, piece, at = self._view, self._sizes, self._piece, self._at
+        while piece < len(sizes):
+            end = at + sizes[piece]
             if filled < end:
                 break
             if self._state is None:
-                self.digests.append(xxh3_128_digest(self._view[self._at : end]))
+                self.digests.append(xxh3_128_digest(view[at:end]))
             else:
-                self._state.update(self._view[self._done : end])
+                self._state.update(view[self._done : end])
                 self.digests.append(self._state.digest())
                 self._state = None
-            self._at = self._done = end
-            self._piece += 1
+            at = self._done = end
+            piece += 1
+        self._piece, self._at = piece, at
         if filled - self._done >= CHUNK:
             if self._state is None:
                 self._state = xxh3_128()

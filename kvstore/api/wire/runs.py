@@ -2,15 +2,19 @@
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from kvstore.errors import BadRequest
 from kvstore.kvspec import SliceLayout
 
 _RUN = struct.Struct("<IIQQQ")
 RUN_BYTES = _RUN.size
+_BLOB = np.dtype("<u4")
+"""The first field of a run."""
 MAX_RUNS = 1 << 16
 MAX_SEGMENTS = 1 << 20
 _CACHED_PIECES = 64
@@ -56,14 +60,61 @@ def pack_runs(runs: list[Run]) -> bytes:
     return b"".join(_RUN.pack(r.blob, r.segments, r.offset, r.length, r.stride) for r in runs)
 
 
-def unpack_runs(data: bytes | memoryview) -> list[Run]:
-    """Runs from bytes. Raises BadRequest for a torn or overlong list."""
+def pack_alike(runs: Sequence[Run], numbers: Sequence[int], pages: int) -> bytes:
+    """The runs of pages that are alike, page by page: run `i` of the first page is of blob `numbers[i]`, then of the next blob each."""
+    once = b"".join([_RUN.pack(number, r.segments, r.offset, r.length, r.stride) for r, number in zip(runs, numbers, strict=True)])
+    if pages == 1:
+        return once
+    packed = bytearray(once * pages)
+    blobs = np.frombuffer(packed, _BLOB).reshape(pages, len(runs), -1)[:, :, 0]
+    blobs += np.arange(pages, dtype=_BLOB)[:, None]
+    return bytes(packed)
+
+
+class Alike(NamedTuple):
+    """Runs in a row that differ in nothing but their blobs."""
+
+    run: Run
+    """The first of them."""
+    blobs: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.run.length * self.run.segments * len(self.blobs)
+
+    @property
+    def segments(self) -> int:
+        """Segments of all of them."""
+        return self.run.segments * len(self.blobs)
+
+    def each(self) -> Iterator[Run]:
+        """One after the other."""
+        for blob in self.blobs:
+            yield Run(blob, *self.run[1:])
+
+
+def unpack_alike(data: bytes | memoryview) -> list[Alike]:
+    """Runs from bytes, in order. Raises BadRequest for a torn or overlong list."""
     if len(data) % RUN_BYTES or len(data) > MAX_RUNS * RUN_BYTES:
         raise BadRequest(f"{len(data)} bytes of runs: they are {RUN_BYTES} bytes each, and at most {MAX_RUNS}")
-    runs = [Run(blob, offset, length, stride, segments) for blob, segments, offset, length, stride in _RUN.iter_unpack(data)]
-    if sum(run.segments for run in runs) > MAX_SEGMENTS:
+    words = np.frombuffer(data, _BLOB).reshape(-1, RUN_BYTES // _BLOB.itemsize)
+    blobs, starts = words[:, 0].tolist(), [0]
+    if len(blobs) > 1:
+        starts += (np.flatnonzero((words[1:, 1:] != words[:-1, 1:]).any(axis=1)) + 1).tolist()
+    found = []
+    for first, last in zip(starts, [*starts[1:], len(blobs)], strict=True):
+        if first < last:
+            blob, segments, offset, length, stride = _RUN.unpack_from(data, first * RUN_BYTES)
+            found.append(Alike(Run(blob, offset, length, stride, segments), blobs[first:last]))
+    if sum(alike.segments for alike in found) > MAX_SEGMENTS:
         raise BadRequest(f"a fetch of more than {MAX_SEGMENTS} segments: split it")
-    return runs
+    return found
+
+
+def unpack_runs(data: bytes | memoryview) -> list[Run]:
+    """As `unpack_alike`, run by run."""
+    return [run for alike in unpack_alike(data) for run in alike.each()]
 
 
 def check_run(run: Run, layout: SliceLayout) -> None:
@@ -91,6 +142,15 @@ def cut(run: Run, layout: SliceLayout) -> tuple[Piece, ...]:
 def cut_lazily(run: Run, layout: SliceLayout) -> Iterable[Piece]:
     """As `cut`, one after the other where they are many."""
     return cut(run, layout) if run.segments * layout.count <= _CACHED_PIECES else _cut(run, layout)
+
+
+def whole_slices(run: Run, layout: SliceLayout) -> list[tuple[int, int, int]]:
+    """The slices of a run, as (number, start, end), if it has one segment of a few whole ones; else nothing."""
+    offsets = layout.offsets
+    first, last = bisect_right(offsets, run.offset) - 1, bisect_right(offsets, run.offset + run.length) - 1
+    if run.segments > 1 or last - first > _CACHED_PIECES or (offsets[first], offsets[last]) != (run.offset, run.offset + run.length):
+        return []
+    return [(number, offsets[number], offsets[number + 1]) for number in range(first, last)]
 
 
 @lru_cache(maxsize=1024)
