@@ -34,17 +34,20 @@ def spread(report: Report, what: str, digits: int = 2) -> str:
 
 def _row(what: str, shape: str, connections: int, store: str) -> str:
     cell = shape + (f"_{connections}conn" if connections > 1 else "")
-    return f"{what}_{cell}" if what == "iperf3" else f"{what}_{cell}_{store}"
+    return f"{what}_{cell}" if what.startswith("iperf3") else f"{what}_{cell}_{store}"
 
 
 def _speeds(report: Report, what: str, cells: list[tuple[str, int]]) -> str:
     if not cells:
         return ""
     stores = [name for name in ("ours", *STORES, "valkey_py") if any(report.values(_row(what, *cell, name)) for cell in cells)]
-    lines = [f"| {what}, GiB/s | connections | {' | '.join(stores)} | iperf3 |", "| --- " * (len(stores) + 3) + "|"]
+    limits = [name for name in ("iperf3", "iperf3_unpaced") if any(report.values(_row(name, *cell, "")) for cell in cells)]
+    columns = [*stores, *limits]
+    lines = [f"| {what}, GiB/s | connections | {' | '.join(columns)} |", "| --- " * (len(columns) + 2) + "|"]
     for shape, connections in cells:
         measured = [spread(report, _row(what, shape, connections, name)) for name in stores]
-        lines.append(f"| {shape} | {connections} | {' | '.join(measured)} | {spread(report, _row('iperf3', shape, connections, ''))} |")
+        measured += [spread(report, _row(name, shape, connections, "")) for name in limits]
+        lines.append(f"| {shape} | {connections} | {' | '.join(measured)} |")
     return "\n".join(lines) + "\n"
 
 

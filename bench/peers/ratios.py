@@ -61,7 +61,8 @@ def transfers(report: Report, cells: list[str]) -> None:
     for cell in cells:
         for what in ("get", "put"):
             ours = f"{what}_{cell}_ours"
-            _ratio(report, f"{what}_{cell}_vs_iperf3", ours, f"iperf3_{cell}")
+            for limit in ("iperf3", "iperf3_unpaced"):
+                _ratio(report, f"{what}_{cell}_vs_{limit}", ours, f"{limit}_{cell}")
             if (peer := best_peer(report, f"{what}_{cell}")) is not None:
                 _ratio(report, f"{what}_{cell}_vs_best_peer", ours, f"{what}_{cell}_{peer}")
             for store in (*STORES, "valkey_py"):

@@ -13,7 +13,7 @@ from bench.peers.mooncake_tcp import Mooncake
 from bench.peers.ours import Ours
 from bench.peers.peer import MIB, Bytes, Moved, Peer, Shape, Unavailable
 from bench.peers.resp import Redis, Valkey
-from bench.peers.wire import Wire, copy_speed
+from bench.peers.wire import Wire, copy_speed, unpaced
 from bench.report import Report
 
 BATCH = Shape(3 * MIB // 2, 32)
@@ -85,6 +85,7 @@ class Transfers:
     def __init__(self, report: Report, plan: Plan, source: Bytes, stores: Stores) -> None:
         self._report, self._plan, self._source, self._stores = report, plan, source, stores
         self._target = np.ones(len(source), np.uint8)
+        self._unpaced = unpaced()
         self._wire = Wire() if shutil.which("iperf3") else None
         if self._wire is None:
             stores.left_out["iperf3"] = "iperf3 is not installed (Debian: apt-get install iperf3)"
@@ -159,6 +160,8 @@ class Transfers:
             self._report.add(f"memcpy_{name}", repetition, copy_speed(self._source, self._target, shape.nbytes), "GiB/s")
         if self._wire is not None:
             self._add(f"iperf3_{name}", repetition, self._wire.move(connections))
+            if self._unpaced:
+                self._add(f"iperf3_unpaced_{name}", repetition, self._wire.move(connections, self._unpaced))
         for driver in self._in_turn(repetition):
             for what in ("get", "put"):
                 if driver in self._stores.drivers:
