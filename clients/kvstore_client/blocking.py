@@ -1,6 +1,7 @@
 """The blocking client: the asynchronous one on an event loop of its own, in a thread of its own."""
 
 import asyncio
+import os
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -84,6 +85,7 @@ class Client:
         shared_memory: bool = True,
         reconnect: float = RECONNECT_S,
     ) -> None:
+        self._process = os.getpid()
         self._thread = _LoopThread()
         try:
             self._client = self._thread.run(
@@ -120,8 +122,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; the daemon ends this client's leases and puts. Once is enough."""
-        if not self._thread.stopped:
+        """Close all connections; the daemon ends this client's leases and puts. Once is enough. After a fork only its maker can."""
+        if not self._thread.stopped and os.getpid() == self._process:
             self._direct.close()
             self._thread.run(self._client.close())
             self._thread.stop()
@@ -137,16 +139,24 @@ class Client:
         return self._client
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on this client's loop."""
+        """Run a coroutine on this client's loop. Raises BadRequest if that is in another process, as after a fork."""
+        if os.getpid() != self._process:
+            work.close()
+            raise self._forked()
         self._direct.settle()
         return self._thread.run(work)
 
     def quickly(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
         """Run what `work` makes, a coroutine of small requests, in the calling thread if that is possible, else on this client's loop."""
+        if os.getpid() != self._process:
+            raise self._forked()
         try:
             return self._direct.run(work, timeout)
         except Elsewhere:
             return self.run(work())
+
+    def _forked(self) -> BadRequest:
+        return BadRequest(f"this client is of process {self._process}, and this is a fork of it: make a client here")
 
     def buffer(self, nbytes: int) -> SharedBuffer:
         """Memory to put from (see AsyncClient.buffer)."""
