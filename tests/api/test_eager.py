@@ -2,23 +2,12 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 from kvstore.api.wire import Channel, FrameType, Header, encode
 from kvstore.api.wire.eager import at_once, begin
 from kvstore.errors import ConnectionLost, ProtocolError
-
-
-@pytest_asyncio.fixture
-async def ends() -> AsyncIterator[tuple[Channel, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours)
-    yield channel, theirs
-    channel.close()
-    theirs.close()
 
 
 async def double(value: int, wait: asyncio.Event | None = None) -> int:

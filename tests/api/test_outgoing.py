@@ -4,24 +4,13 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from kvstore.api.wire import Channel
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.errors import ConnectionLost
-
-
-@pytest_asyncio.fixture
-async def ends() -> AsyncIterator[tuple[Channel, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours)
-    yield channel, theirs
-    channel.close()
-    theirs.close()
 
 
 def full(channel: Channel) -> bytes:
