@@ -14,18 +14,17 @@ to be told, and before anything is decided.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import ColumnSpec
+from kvstore.columns import ColumnSpec, distinct
 from kvstore.digests import KEY_BYTES
-from kvstore.hints import Hints
 from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import DURABLE, GHOST, Slots
 from kvstore.store.space import Space
+from kvstore.store.untold import APART_AT_A_TIME, AT_A_TIME, ApartUse, Cooled, Note, PathUse, Placed, Untold, pieces
 from kvstore.store.uses import Asked, Use
 from kvstore.tiers.policies import Columns, Explanation, Pages, Policy, Values, parts
 from kvstore.tiers.policies import Use as PolicyUse
@@ -35,45 +34,12 @@ DRAM, SSD = 1, 2
 _SEEN = 4
 """Of a page or ghost whose use a policy was told of."""
 _PLACE = ColumnSpec("place", "u1")
-_MANY_NOTES, _MANY_NOTED_PAGES, _PAGES_AT_A_TIME = 1024, 1 << 16, 4096
-"""Of more uses noted and not told of, or more pages of them all, it is told without waiting for quiet; and about how many in a row."""
-_LEAST_PAGES = 128
-"""So many pages cost about as much to tell of as a use does at all."""
-_MAX_NOTES, _MAX_NOTED_PAGES = 4096, 1 << 20
-"""Most of them; where a loop's turn brings more, the request itself tells of the oldest."""
+_MAX_AWAITED = 4096
 _MAX_AWAITED_PAGES = 1 << 18
-"""Most pages of which it is remembered that they are to be fetched, and as many reads as notes; of more, the first have come."""
-_AWAITED_AT_A_TIME, _LOOK_PAGES = 128, 2048
+"""Most reads, and pages in them, of which it is remembered that they are to be fetched; of more, the first have come."""
+_PAGES_AWAITED, _AWAITED_AT_A_TIME, _LOOK_PAGES = 4096, 128, 2048
 _QUIET_S = 0.02
 """How long nothing must have come for it to be quiet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """A use that the policies are to be told of: where its path ends, and how it was found.
-
-    `keys` are those of the last page and of pages before it, at doubling distances up to the first: some may be gone when it is told.
-    """
-
-    space: Space
-    keys: bytes
-    counted: int
-    known: int
-    hits: int
-    missing: npt.NDArray[np.bool_]
-    """Which pages were not in DRAM."""
-    asked: int
-    hints: Hints
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Cooled:
-    """Pages, by their keys in a row, that nobody is expected to come back to."""
-
-    space: Space
-    keys: bytes
-    now: float
 
 
 class Replacement:
@@ -84,10 +50,9 @@ class Replacement:
         self.policies = {DRAM: dram, SSD: ssd}
         self._asks_uses = any(policy.columns for policy in self.policies.values())
         """Whether a policy looks at anything but the order of uses."""
+        self._counts_children = any(policy.counts_children for policy in self.policies.values())
         self.specs: Sequence[ColumnSpec] = (_PLACE, *specs_of(self.policies))
-        self._notes: deque[tuple[_Note | _Cooled, int]] = deque()
-        self._noted = 0
-        self._noted_pages = 0
+        self._notes = Untold()
         self._awaited: deque[tuple[Space, bytes]] = deque()
         """Pages, by their keys in a row, that were on SSD only when they were read."""
         self._awaited_pages = 0
@@ -101,8 +66,7 @@ class Replacement:
         if not len(slots) or not self._asks_uses:
             return
         if space.spec.flat:
-            for at in range(len(slots)):
-                self._count(space, slots[at : at + 1], 0, 1, use)
+            self._count_apart(space, slots, use)
             return
         there = 0 if asked is not None else _front((self._place(space)[slots] & (DRAM | SSD)) != 0)
         self._count(space, slots, there, len(slots) if asked is None else asked.pages, use)
@@ -113,7 +77,10 @@ class Replacement:
     def cooled(self, space: Space, slots: Slots) -> None:
         """Nobody is expected to come back to these pages."""
         if self._asks_uses and len(slots):
-            self._note(_Cooled(space, space.tree.pages.key[slots].tobytes(), self._now()), len(slots))
+            now = self._now()
+            for at in pieces(len(slots)):
+                piece = slots[at : at + APART_AT_A_TIME]
+                self._note(Cooled(space, Placed.of(space, piece), now), len(piece))
 
     def _count(self, space: Space, slots: Slots, counted: int, asked: int, use: Use) -> None:
         """Note a use of a path, of which the first pages are counted already, by a request for so many."""
@@ -124,23 +91,38 @@ class Replacement:
         keys = space.tree.pages.key
         missing = (before & DRAM) == 0
         ends = keys[slots[_ends(len(slots))]].tobytes()
-        self._note(_Note(space, ends, counted, known, min(hits, known), missing, asked, use.hints, use.now), len(slots))
+        self._note(PathUse(space, ends, counted, known, min(hits, known), missing, asked, use.hints, use.now), len(slots))
         if use.hits and missing[: use.hits].any():
             self._await(space, keys[slots[: use.hits][missing[: use.hits]]].tobytes())
 
-    def _note(self, note: "_Note | _Cooled", pages: int) -> None:
-        self._notes.append((note, pages))
-        self._noted += 1
-        self._noted_pages += pages
-        while len(self._notes) > 1 and (len(self._notes) > _MAX_NOTES or self._noted_pages > _MAX_NOTED_PAGES):
+    def _count_apart(self, space: Space, slots: Slots, use: Use) -> None:
+        """Note a use of pages that each stand alone. One that is named twice was used once."""
+        if len(distinct(slots)) < len(slots):
+            slots = slots[np.sort(np.unique(slots, return_index=True)[1])]
+        column = self._place(space)
+        for at in pieces(len(slots)):
+            mine = slots[at : at + APART_AT_A_TIME]
+            mine = mine[np.argsort((column[mine] & _SEEN) == 0, kind="stable")]
+            before = column[mine]
+            seen, missing = (before & _SEEN) != 0, (before & DRAM) == 0
+            column[mine] = before | (DRAM | _SEEN)
+            hits = int(np.count_nonzero(seen & ((before & (DRAM | SSD)) != 0)))
+            placed = Placed.of(space, mine)
+            self._note(ApartUse(space, placed, int(np.count_nonzero(seen)), hits, missing, use.hints, use.now), len(mine))
+            if use.hits and missing.any():
+                self._await(space, placed.keys[missing].tobytes())
+
+    def _note(self, note: Note, pages: int) -> None:
+        self._notes.add(note, pages)
+        while self._notes.too_many:
             self._teach_next()
         self._wake.set()
 
     def _await(self, space: Space, keys: bytes) -> None:
-        step = _PAGES_AT_A_TIME * KEY_BYTES
+        step = _PAGES_AWAITED * KEY_BYTES
         self._awaited.extend((space, keys[at : at + step]) for at in range(0, len(keys), step))
         self._awaited_pages += len(keys) // KEY_BYTES
-        while (len(self._awaited) > _MAX_NOTES or self._awaited_pages > _MAX_AWAITED_PAGES) and len(self._awaited) > 1:
+        while (len(self._awaited) > _MAX_AWAITED or self._awaited_pages > _MAX_AWAITED_PAGES) and len(self._awaited) > 1:
             self._awaited_pages -= len(self._awaited.popleft()[1]) // KEY_BYTES
 
     async def give_up_waiting(self) -> None:
@@ -170,40 +152,50 @@ class Replacement:
         """Tell the policies of uses whenever it has been quiet for a moment, or many wait to be told."""
         while True:
             await self._wake.wait()
-            noted = self._noted
-            await asyncio.sleep(_QUIET_S)
-            many = len(self._notes) > _MANY_NOTES or self._noted_pages > _MANY_NOTED_PAGES
-            if many or noted == self._noted:
+            noted = self._notes.noted
+            if not self._notes.many:
+                await asyncio.sleep(_QUIET_S)
+            if self._notes.many or noted == self._notes.noted:
                 self._wake.clear()
                 await self.catch_up()
 
     async def catch_up(self) -> None:
-        """Tell the policies of all uses noted so far, giving way to others in between."""
-        while self._notes:
-            told = 0
-            while self._notes and told < _PAGES_AT_A_TIME:
-                told += max(self._teach_next(), _LEAST_PAGES)
+        """Tell the policies of all uses noted up to now, giving way to others in between, for as many turns as the bounds allow.
+
+        What is noted meanwhile is left: who waits would wait for ever where requests never pause.
+        """
+        last = self._notes.noted
+        while self._notes and self._notes.told < last:
+            weight = 0
+            while self._notes and self._notes.told < last and weight < AT_A_TIME:
+                weight += self._teach_next()
             await asyncio.sleep(0)
 
+    async def ready(self, tier: int) -> None:
+        """To be awaited before `values` is asked about a tier, so that it has little left to tell."""
+        if self.policies[tier].columns:
+            await self.catch_up()
+
     def _flush(self) -> None:
+        """Tell of all in one go. The bounds keep that to some tens of milliseconds; who can awaits `catch_up` before."""
         while self._notes:
             self._teach_next()
 
     def _teach_next(self) -> int:
-        """Tell of the oldest note. Returns its pages."""
-        note, pages = self._notes.popleft()
-        self._noted_pages -= pages
-        self._teach(note)
-        return pages
-
-    def _teach(self, note: _Note | _Cooled) -> None:
-        space = note.space
-        if isinstance(note, _Cooled):
-            found = _found(space, note.keys)
+        """Tell of the oldest note. Returns its weight."""
+        note, weight = self._notes.take()
+        if isinstance(note, PathUse):
+            self._teach(note)
+        elif isinstance(note, ApartUse):
+            self._teach_apart(note)
+        else:
+            found = note.live()
             for tier, policy in self._each():
-                policy.abandoned(self._columns(space, tier), found, note.now)
-            return
-        slots = self._still_there(note)
+                policy.abandoned(self._columns(note.space, tier), found, note.now)
+        return weight
+
+    def _teach(self, note: PathUse) -> None:
+        space, slots = note.space, self._still_there(note)
         count = len(slots)
         if not count:
             return
@@ -217,7 +209,23 @@ class Replacement:
         came = note.missing[:count] & ((self._place(space)[slots] & DRAM) != 0)
         self.policies[DRAM].entered(self._columns(space, DRAM), slots[came], note.now)
 
-    def _still_there(self, note: _Note) -> Slots:
+    def _teach_apart(self, note: ApartUse) -> None:
+        space, slots, place = note.space, note.pages.now(note.space), self._place(note.space)
+        there, known = slots >= 0, np.arange(len(slots)) < note.known
+        gone = there & ((space.tree.pages.flags[slots] & GHOST) != 0)
+        place[slots[gone & ~known]] &= ~np.uint8(_SEEN)  # nobody was told of them
+        there &= ~gone
+        slots, count = slots[there], int(np.count_nonzero(there & known))
+        if not len(slots):
+            return
+        children = np.full(len(slots), 0 if self._counts_children else 1, np.int32)
+        use = PolicyUse(slots, min(note.hits, count), count, note.now, children, space.spec.page_tokens, note.hints, 1, apart=True)
+        for tier, policy in self._each():
+            policy.used(self._columns(space, tier), use)
+        came = slots[note.missing[there] & ((place[slots] & DRAM) != 0)]
+        self.policies[DRAM].entered(self._columns(space, DRAM), came[::-1], note.now)  # the first of a path is the last in line
+
+    def _still_there(self, note: PathUse) -> Slots:
         """What is left of a path: all before the first page that is a ghost by now, or, if its end is forgotten, about as much."""
         space, tree = note.space, note.space.tree
         for at in range(0, 0 if space.dropped else len(note.keys), KEY_BYTES):
@@ -234,7 +242,7 @@ class Replacement:
         return np.empty(0, np.int32)
 
     def _children(self, space: Space, slots: Slots) -> npt.NDArray[np.int32]:
-        if not any(policy.counts_children for policy in self.policies.values()):
+        if not self._counts_children:
             return np.ones(len(slots), np.int32)
         return space.tree.children_on(space.tree.path_to(int(slots[-1])))
 

@@ -38,7 +38,7 @@ from kvstore.store.rates import Rates
 from kvstore.store.rebuilding import Rebuilding
 from kvstore.store.recipes import Recipes
 from kvstore.store.recovery import LoadProgress, Recovery
-from kvstore.store.replacement import DRAM, Replacement
+from kvstore.store.replacement import DRAM, SSD, Replacement
 from kvstore.store.residency import Held, Residency
 from kvstore.store.scrub import Scrubber
 from kvstore.store.session_ends import SessionEnds
@@ -191,7 +191,7 @@ class Store:
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
             lambda wanted, tenant: self._residency.make_ssd_room(wanted, self._clock.now(), tenant), self._arena.view, config.batch_bytes,
             self._clock.now, lambda make_room: SsdBudget(self.quotas, self._ssd_used_by, make_room),
-            config.durable_wait_s,
+            config.durable_wait_s, lambda: self.replacement.ready(SSD),
         )  # fmt: skip
         self._residency.writeback = self._writeback
         self._puts = Puts(

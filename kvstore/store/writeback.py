@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -62,7 +62,7 @@ class Writeback:
     def __init__(
         self, blob_file: BlobFile, journal: Journal, executor: Executor, trash: Trash, stats: Stats,
         make_ssd_room: Callable[[int, str | None], int], view: Callable[[int], memoryview], batch_bytes: int, now: Callable[[], float],
-        budget: Callable[[Callable[[int, str], int]], SsdBudget], wait_s: float,
+        budget: Callable[[Callable[[int, str], int]], SsdBudget], wait_s: float, before_room: Callable[[], Awaitable[None]],
     ) -> None:  # fmt: skip
         self._blob_file = blob_file
         self.journal = journal
@@ -75,6 +75,8 @@ class Writeback:
         self.now = now
         self._budget = budget
         self._wait_s = wait_s
+        self._before_room = before_room
+        """To be awaited before `make_ssd_room` may be called."""
         self.state = SsdState()
         self.backlog = Backlog(_BACKLOG_BATCHES * batch_bytes)
         self._refused = 0
@@ -190,6 +192,8 @@ class Writeback:
         """Commit until nothing is waiting, or the disk is not well."""
         while (self.backlog or self._trash or self._barriers) and self.state.ok:
             async with self.lock:
+                if self.backlog:
+                    await self._before_room()
                 await self._commit_once()
 
     async def _probe(self) -> None:

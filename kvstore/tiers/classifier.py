@@ -22,11 +22,13 @@ from kvstore.tiers.reuse.features import (
     field,
     gap_octaves,
     hint_code,
+    lone_codes,
     number_in,
     octave,
     page_codes,
     request_code,
     rhythm_octave,
+    rhythm_octaves,
 )
 from kvstore.tiers.reuse.runs import by_runs
 from kvstore.tiers.reuse.score import Score
@@ -101,6 +103,9 @@ class Classifier(Policy):
             self._score.look_at_hints()
             if self._admission is not None:
                 self._admission.look_at_hints()
+        if use.apart:
+            self._used_apart(columns, use, code)
+            return
         slots, counted = use.slots.astype(np.intp), use.counted  # numpy takes half the time for indices of its own type
         state = columns["state"].take(slots)
         if not counted:
@@ -132,12 +137,46 @@ class Classifier(Policy):
             uses=uses.take(mine), gaps=octaves, first=counted, known=use.known, end=count, children=use.children[counted:],
             base_uses=base_uses, shared=shared,
         )  # fmt: skip
-        score = np.minimum(np.maximum(self._score.of(codes) * 2 + SCORES / 2, 0), SCORES - 1).astype(np.uint8)
+        score = self._scores(codes)
         score += np.uint8(min(RHYTHMS - 1, rhythm_bin // 2) * SCORES)
         columns["code"][mine], columns["class"][mine] = codes, score
         columns["last"][mine], columns["turns"][mine], columns["rhythm"][mine] = now, turn, rhythm
         columns["state"][mine] = state[counted:] & _IN | (_KNOWN | _WAITS | _SHADOW)
         self._since += len(mine)
+
+    def _used_apart(self, columns: Columns, use: Use, hint: int) -> None:
+        """As `used`, of pages that are each a conversation of their own. They are one request for the duel and the score."""
+        slots, known, now = use.slots.astype(np.intp), use.known, use.now
+        back = slots[:known]
+        state, uses = columns["state"].take(slots), columns["uses"]
+        in_ours, in_rival = (int(np.count_nonzero(state[:known] & bit)) for bit in (_IN, _SHADOW))
+        self._duel.played(*((in_ours, in_rival) if self._rival_is_lru else (in_rival, in_ours)))
+        if self._admission is not None:
+            self._admission.looked_up(len(slots), max(_REBUILD_LEAST, _SSD_WINDOW * self._capacity))
+        gaps = np.maximum(now - columns["last"].take(back), 0.0)
+        turns, rhythm, pause = columns["turns"].take(back).astype(np.int64), np.zeros(len(slots)), np.log2(gaps + 0.125)
+        rhythm[:known] = np.where(turns > 0, 0.7 * columns["rhythm"].take(back).astype(np.float64) + 0.3 * pause, pause)
+        turns, before = np.minimum(turns + 1, _MOST), columns["code"].take(back)
+        base_uses, rhythm_bins = uses.take(back).astype(np.int64), np.zeros(len(slots), np.int64)
+        rhythm_bins[:known] = rhythm_octaves(rhythm[:known])
+        self._learn(columns, back, gaps, state[:known])
+        uses[back] = np.minimum(uses.take(back), _MOST - 1) + 1
+        uses[slots[known:]] = 1
+        codes = lone_codes(
+            uses=uses.take(slots), gaps=gap_octaves(gaps), children=use.children, turns=turns, was_end=field(before, Field.FROM_END),
+            base_uses=base_uses, rhythms=rhythm_bins[:known], hint=hint,
+        )  # fmt: skip
+        columns["code"][slots] = codes
+        columns["class"][slots] = self._scores(codes) + (np.minimum(RHYTHMS - 1, rhythm_bins // 2) * SCORES).astype(np.uint8)
+        columns["last"][slots], columns["rhythm"][slots] = now, rhythm
+        columns["turns"][back], columns["turns"][slots[known:]] = turns, 0
+        columns["state"][slots] = state & _IN | (_KNOWN | _WAITS | _SHADOW)
+        self._since += len(slots)
+
+    def _scores(self, codes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+        """The bins of the log-odds of pages with these codes."""
+        found: npt.NDArray[np.uint8] = np.minimum(np.maximum(self._score.of(codes) * 2 + SCORES / 2, 0), SCORES - 1).astype(np.uint8)
+        return found
 
     def _play(self, state: npt.NDArray[np.uint8]) -> None:
         """Who is followed holds the tier; the other plays with a shadow of it. `state` is of the pages of a path that are known."""

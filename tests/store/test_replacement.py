@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import Busy, NoSpace
-from kvstore.store import Ack, NamespaceSettings, Space, Store, StoreConfig, replacement
+from kvstore.store import Ack, NamespaceSettings, Space, Store, StoreConfig, untold
 from kvstore.store.check import check
 from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.watermarks import Watermarks
@@ -73,15 +73,15 @@ async def _used(store: Store, space: Space, prefix: tuple[int, ...]) -> None:
 
 async def test_a_burst_of_long_uses_is_not_put_off_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits to be told is bounded by pages, not only by uses."""
-    monkeypatch.setattr(replacement, "_MAX_NOTED_PAGES", 1 << 14)
+    monkeypatch.setattr(untold, "MOST", 1 << 14)
+    monkeypatch.setattr(untold, "A_USE", 1)
     async with Store(config(tmp_path / "d", dram_bytes=400 * 5000, ssd_bytes=400 * 5000)) as store:
         space = await store.create_namespace(settings_named())
         prefix = tuple(range(60))
         await put(store, space, prefix, b"v" * 16)
         for _ in range(400):
             await _used(store, space, prefix)
-        waiting = sum(pages for _, pages in store.replacement._notes)
-        assert 0 < waiting <= 1 << 14
+        assert 0 < store.replacement._notes.weight <= 1 << 14
         while store.replacement._notes:
             await asyncio.sleep(0.01)
         assert await read(store, space, prefix) == 60
@@ -95,7 +95,7 @@ async def test_long_uses_are_told_between_requests_and_not_in_them(tmp_path: Pat
         prefix = tuple(range(60))
         await put(store, space, prefix, b"v" * 16)
         await store.replacement.catch_up()
-        noted = 1200
+        noted = 200
         for _ in range(noted):
             await _used(store, space, prefix)  # nobody else has a turn
         assert len(store.replacement._notes) == noted

@@ -39,6 +39,8 @@ class Use:
     """How many pages the request asked about, if not all of them are told of here: those not there yet come with its put."""
     counted: int = 0
     """So many of the first were counted before, with the read of the same request: they only say what is before the others."""
+    apart: bool = False
+    """Each page is a path of its own, of one page; no page is named twice. `pages` is 1 then, and none was `counted`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,8 @@ def _placed(values: Ints, which: Field) -> Codes:
 _USES = np.array([0, 1, 2, 3, 4, 5, 6, 7, 7] + [8] * 4 + [9] * 4 + [10] * 16 + [11] * 32 + [12] * 191, np.int64)
 _USES_CODES, _GAP_CODES = _placed(_USES, Field.USES), _placed(np.arange(16), Field.GAP)
 _DEPTH_CODES, _FROM_END_CODES = _placed(_octaves(15), Field.DEPTH), _placed(_octaves(7), Field.FROM_END)
-_CHILDREN_CODES = _placed(_octaves(7), Field.CHILDREN)
+_LOW_OCTAVES = _octaves(7)
+_CHILDREN_CODES = _placed(_LOW_OCTAVES, Field.CHILDREN)
 _NEW = np.uint64(8 << 4 * Field.CHILDREN | 8 << 4 * Field.BASE_USES)
 
 
@@ -95,6 +96,12 @@ def gap_octaves(seconds: npt.NDArray[np.float64]) -> Ints:
 def rhythm_octave(rhythm: float) -> int:
     """The bin of a smoothed binary logarithm of seconds, 1 to 15."""
     return min(15, max(1, math.floor(rhythm + 4)))
+
+
+def rhythm_octaves(rhythms: npt.NDArray[np.float64]) -> Ints:
+    """As `rhythm_octave`, of several."""
+    found: Ints = np.minimum(np.maximum(np.floor(rhythms + 4), 1), 15).astype(np.int64)
+    return found
 
 
 def hint_code(hints: Hints) -> int:
@@ -137,6 +144,35 @@ def page_codes(
     found |= np.uint64(shared | base_uses << 4 * Field.BASE_USES)
     found[: len(gaps)] |= _GAP_CODES.take(gaps)
     found[max(known - first, 0) :] |= _NEW
+    return found
+
+
+def lone_codes(
+    *,
+    uses: npt.NDArray[np.uint8],
+    gaps: Ints,
+    children: npt.NDArray[Any],
+    turns: Ints,
+    was_end: Ints,
+    base_uses: Ints,
+    rhythms: Ints,
+    hint: int,
+) -> Codes:
+    """As `page_codes`, of pages that are each a path and a request of their own: first those that were known, of which all but `uses` and
+    `children` speak, then new ones.
+    """
+    found: Codes = _USES_CODES.take(uses)
+    found |= _CHILDREN_CODES.take(children, mode="clip")
+    found |= np.uint64(request_code({Field.PAGES: octave(1), Field.HINT: hint}))
+    back = found[: len(gaps)]
+    back |= _GAP_CODES.take(gaps)
+    back |= np.uint64(request_code({Field.KNOWN_PAGES: octave(1)}))
+    back |= _placed(gaps, Field.REQUEST_GAP)
+    back |= _placed(_LOW_OCTAVES.take(turns), Field.TURNS)
+    back |= _placed(was_end, Field.WAS_END)
+    back |= _placed(_LOW_OCTAVES.take(base_uses), Field.BASE_USES)
+    back |= _placed(rhythms, Field.RHYTHM)
+    found[len(gaps) :] |= _NEW | np.uint64(request_code({Field.NEW_PAGES: octave(1)}))
     return found
 
 
