@@ -12,6 +12,7 @@ to be told, and before anything is decided.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
@@ -24,7 +25,7 @@ from kvstore.digests import KEY_BYTES
 from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import DURABLE, GHOST, Slots
 from kvstore.store.space import Space
-from kvstore.store.untold import APART_AT_A_TIME, AT_A_TIME, ApartUse, Cooled, Note, PathUse, Placed, Untold, pieces
+from kvstore.store.untold import APART_AT_A_TIME, AT_A_TIME, MOST, ApartUse, Cooled, Note, PathUse, Placed, Untold, pieces
 from kvstore.store.uses import Asked, Use
 from kvstore.tiers.policies import Columns, Explanation, Pages, Policy, Values, parts
 from kvstore.tiers.policies import Use as PolicyUse
@@ -38,6 +39,8 @@ _MAX_AWAITED = 4096
 _MAX_AWAITED_PAGES = 1 << 18
 """Most reads, and pages in them, of which it is remembered that they are to be fetched; of more, the first have come."""
 _PAGES_AWAITED, _AWAITED_AT_A_TIME, _LOOK_PAGES = 4096, 128, 2048
+_HURRY_S = 0.1
+"""How long others may have their turns while somebody waits for policies to be told."""
 _QUIET_S = 0.02
 """How long nothing must have come for it to be quiet."""
 
@@ -157,17 +160,19 @@ class Replacement:
                 await asyncio.sleep(_QUIET_S)
             if self._notes.many or noted == self._notes.noted:
                 self._wake.clear()
-                await self.catch_up()
+                await self.catch_up(math.inf)
 
-    async def catch_up(self) -> None:
-        """Tell the policies of all uses noted up to now, giving way to others in between, for as many turns as the bounds allow.
+    async def catch_up(self, within_s: float = _HURRY_S) -> None:
+        """Tell the policies of all uses noted up to now, giving way to others in between. What is left after `within_s` is told in one go.
 
         What is noted meanwhile is left: who waits would wait for ever where requests never pause.
         """
-        last = self._notes.noted
-        while self._notes and self._notes.told < last:
+        last, clock = self._notes.noted, asyncio.get_running_loop().time
+        deadline = clock() + within_s
+        while self._notes.told < last:
+            most = AT_A_TIME if clock() < deadline else MOST
             weight = 0
-            while self._notes and self._notes.told < last and weight < AT_A_TIME:
+            while self._notes.told < last and weight < most:
                 weight += self._teach_next()
             await asyncio.sleep(0)
 

@@ -49,6 +49,23 @@ async def test_what_waits_for_uses_to_be_told_goes_on_where_requests_never_pause
         await work
 
 
+@pytest.mark.parametrize(("within_s", "turns"), [(0.0, 1), (3600.0, 4)])
+async def test_who_waits_gives_way_to_others_for_a_bounded_time(tmp_path: Path, within_s: float, turns: int) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, (0, 1, 2), b"v" * 16)
+        await store.replacement.catch_up()
+        for _ in range(160):
+            _match(store, space, tokens_of((0, 1, 2)))
+        work = asyncio.create_task(store.replacement.catch_up(within_s))
+        taken = 0
+        while store.replacement._notes:
+            await asyncio.sleep(0)
+            taken += 1
+        assert (taken == turns) if turns == 1 else (taken >= turns)
+        await work
+
+
 async def test_dram_is_freed_where_requests_never_pause(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named(retention_s=0))
