@@ -261,22 +261,24 @@ class Residency:
         """
         space.pin(row)
         try:
-            if row in space.spoiled:
-                return await self._stage(space, row, turn)
-            if space.blobs.slot[row] == NO_SLOT:
-                try:
-                    arriving = await self._promote(space, row, early=early)
-                except Busy:
-                    return await self._stage(space, row, turn)
-                if not arriving.ended:
-                    space.pin(row)
-                    arriving.join()
-                    return Held(space, row, arriving.view, _arriving=arriving)
             held = self.hold_resident(space, row)
-            assert held is not None, "a pinned blob left DRAM"
-            return held
+            if held is None and space.blobs.slot[row] == NO_SLOT:
+                held = await self._hold_promoted(space, row, early=early)
+            return held or await self._stage(space, row, turn)
         finally:
             space.unpin(row)
+
+    async def _hold_promoted(self, space: Space, row: int, *, early: bool) -> "Held | None":
+        """Hold a blob as it comes up from SSD. None if there is no room, or if what came was found to be bad in memory meanwhile."""
+        try:
+            arriving = await self._promote(space, row, early=early)
+        except Busy:
+            return None
+        if arriving.ended or arriving.bad:
+            return self.hold_resident(space, row)
+        space.pin(row)
+        arriving.join()
+        return Held(space, row, arriving.view, _arriving=arriving)
 
     async def promote(self, space: Space, row: int) -> None:
         """Bring a pinned blob up into DRAM. Raises Busy if there is no room, NotFound if no tier has it."""
@@ -319,26 +321,41 @@ class Residency:
         stored = space.stored_bytes(row)
         try:
             slot = await self.allocate(space, stored, wait_s=min(0.1, self._wait_s))
-        except NoSpace as error:  # it is read around DRAM then
-            raise Busy(error.message, retry_after_ms=1000) from error
+        except (Busy, NoSpace) as error:
+            if space.blobs.slot[row] != NO_SLOT:
+                return
+            raise Busy(error.message, retry_after_ms=error.retry_after_ms or 1000) from error  # it is read around DRAM then
+        if space.blobs.slot[row] != NO_SLOT:  # a put brought it while this waited for room; its copy on SSD may be gone
+            self._arena.free(slot)
+            return
         arriving.view = self._arena.view(slot)[:stored]
         try:
-            await self._read(space, row, arriving.view, arriving.came)
+            if not await self._read(space, row, arriving.view, arriving.came) and arriving.used:
+                await self._copy_resident(space, row, arriving.view)
         except BaseException:
             arriving.unused(lambda: self._arena.free(slot))
             raise
-        if space.blobs.slot[row] != NO_SLOT:  # a put brought the same bytes meanwhile
+        if space.blobs.slot[row] != NO_SLOT or arriving.bad:  # a put brought the same bytes meanwhile, or these are not the blob's any more
             arriving.unused(lambda: self._arena.free(slot))
             return
         space.set_slot(row, slot)
         self._stats.promoted_blobs += 1
         self._stats.promoted_stored_bytes += stored
 
-    async def _read(self, space: Space, row: int, target: memoryview, came: Callable[[int], None] | None = None) -> None:
-        """Read a blob's stored form from SSD; `came` is told how many of its slices are there, until all are."""
+    async def _copy_resident(self, space: Space, row: int, target: memoryview) -> None:
+        """Fill the view of those who read a blob while it arrived, from where a put has brought it. It is pinned."""
+        here = self.resident(space, row)
+        assert here is not None, "a blob left DRAM at once"
+        await finish_despite_cancel(asyncio.get_running_loop().run_in_executor(self._readers, _copy, here, target))
+
+    async def _read(self, space: Space, row: int, target: memoryview, came: Callable[[int], None] | None = None) -> bool:
+        """Read the stored form of a blob that is not in DRAM from SSD; `came` is told how many of its slices are there, until all are.
+
+        False if it could not be read, but a put has brought it to DRAM meanwhile.
+        """
         blobs = space.blobs
         if not blobs.on_ssd[row]:
-            space.lose_blob(row)
+            self._lose(space, row)
             raise NotFound(f"blob {blobs.id_of(row).hex()} is in no tier")
         self._reads.begin()
         nbytes = 0
@@ -352,17 +369,19 @@ class Residency:
             await finish_despite_cancel(read)
             nbytes = len(target)
         except NotFound as error:
-            if not isinstance(error, Corrupt) and (here := self.resident(space, row)) is not None:
-                target[:] = here  # its copy on SSD went while it was read, and a put has brought the same bytes
-                return
             self._stats.corrupt_blobs += isinstance(error, Corrupt)
+            if self.resident(space, row) is not None:
+                if blobs.on_ssd[row]:  # else the copy went while it was read, as it was not needed any more
+                    _log.error("a copy on SSD is bad, and DRAM has a good one: %s", error.message)
+                    self.writeback.mend(space, row)
+                return False
             _log.error("dropping the pages of a lost blob: %s", error.message)
             blobs.on_ssd[row] = False
-            space.lose_blob(row)
-            self.writeback.poke()
+            self._lose(space, row)
             raise
         finally:
             self._reads.end(nbytes, spoiled=not nbytes)
+        return True
 
     async def _stage(self, space: Space, row: int, turn: asyncio.Event | None) -> "Held":
         """Read around DRAM, through a few bounded buffers: what a fetch does when everything in DRAM is leased.
@@ -373,22 +392,34 @@ class Residency:
             await turn.wait()
         await self._staging.acquire()
         try:
-            target = memoryview(bytearray(space.stored_bytes(row)))
-            await self._read(space, row, target)
-            space.pin(row)
+            if (held := self.hold_resident(space, row)) is None:  # else it came while this waited; its copy on SSD may be gone
+                target = memoryview(bytearray(space.stored_bytes(row)))
+                if await self._read(space, row, target):
+                    space.pin(row)
+                    return Held(space, row, target, self._staging)
+                held = self.hold_resident(space, row)
         except BaseException:
             self._staging.release()
             raise
-        return Held(space, row, target, self._staging)
+        self._staging.release()
+        assert held is not None, "a blob left DRAM at once"
+        return held
+
+    def _lose(self, space: Space, row: int) -> None:
+        """No tier has a blob: what needs it goes, and is deleted on SSD."""
+        space.lose_blob(row)
+        self.writeback.poke()
 
     def discard_bad_copy(self, space: Space, row: int) -> None:
         """A DRAM copy did not verify: drop it, once nobody has it in use. Without another on SSD the pages that need it go too."""
         self._stats.corrupt_blobs += 1
         _log.error("a DRAM copy of blob %s did not verify, dropping it", space.blobs.id_of(row).hex())
-        if space.blobs.on_ssd[row]:
-            space.spoil(row)
-        else:
+        if not space.blobs.on_ssd[row]:
             space.lose_blob(row)
+        elif space.blobs.slot[row] != NO_SLOT:
+            space.spoil(row)
+        elif (loading := self._loading.get((space.number, row))) is not None:
+            loading[0].bad = True  # it is not in DRAM yet, and will not be
         self.writeback.poke()
 
     @property
@@ -540,3 +571,7 @@ class Residency:
                 break
             freed += evict_ssd(space, wanted - freed, now, self._blob_file.footprint, self._worth_on_ssd)
         return freed
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
