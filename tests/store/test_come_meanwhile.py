@@ -68,7 +68,7 @@ async def _full_dram(store: Store, space: Space) -> AsyncIterator[None]:
 
 async def _nothing_left(store: Store) -> None:
     async with asyncio.timeout(30):
-        while store._residency._loading:
+        while store._reading._loading:
             await asyncio.sleep(0.001)
         await store.settle()
     check(store)
@@ -77,17 +77,17 @@ async def _nothing_left(store: Store) -> None:
 @asynccontextmanager
 async def _waiting_for_a_buffer(store: Store, space: Space, row: int) -> AsyncIterator["asyncio.Task[Held]"]:
     """A reader of a blob waits for a buffer, as others have all of them; it gets one when this ends."""
-    residency = store._residency
+    reading = store._reading
     for _ in range(4):
-        await residency._staging.acquire()
+        await reading._staging.acquire()
     reader = asyncio.create_task(store.hold(space, row, early=True))
-    while not residency._staging._waiters:
+    while not reading._staging._waiters:
         await asyncio.sleep(0.001)
     try:
         yield reader
     finally:
         for _ in range(4):
-            residency._staging.release()
+            reading._staging.release()
 
 
 @pytest.mark.parametrize("ack", [Ack.MEMORY, Ack.DURABLE])
@@ -138,7 +138,7 @@ async def test_a_page_that_is_put_anew_while_a_fetch_waits_for_room_stays(tmp_pa
         space.pin(row)
         async with _full_dram(store, space):
             if promote:
-                waiting: asyncio.Task[object] = asyncio.create_task(store._residency.promote(space, row))
+                waiting: asyncio.Task[object] = asyncio.create_task(store._reading.promote(space, row))
             else:
                 waiting = asyncio.create_task(store.hold(space, row, early=True))
             while not store._residency._demand:
@@ -215,13 +215,13 @@ async def test_a_blob_read_around_dram_is_served_from_there_if_its_copy_on_ssd_i
         async with _full_dram(store, space):
             with stopping_before(monkeypatch, 3) as gate:
                 reader = asyncio.create_task(store.hold(space, row))
-                while not store._residency._staging._value < 4:
+                while not store._reading._staging._value < 4:
                     await asyncio.sleep(0.001)
                 await store.commit_put(under_way)
                 gate.set()
                 held = await reader
         assert held.view[: len(DATA)] == DATA
-        assert store._residency._staging._value == 4, "a buffer was lost"
+        assert store._reading._staging._value == 4, "a buffer was lost"
         held.release()
         await _good_on_ssd(store, space, row)
         assert [_served(store, space, token) for token in (_FIRST, 2)] == [1, 1], "the only good copy was thrown away"
