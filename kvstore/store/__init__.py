@@ -5,7 +5,7 @@ from kvstore.store.leases import Lease
 from kvstore.store.matching import Match
 from kvstore.store.part_table import PartRun, PartTable
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult
-from kvstore.store.residency import Held
+from kvstore.store.reading import Held
 from kvstore.store.space import NamespaceSettings, Space
 from kvstore.store.store import Store
 from kvstore.store.store_config import StoreConfig

@@ -16,6 +16,8 @@ class Arriving:
         self.view = memoryview(b"")
         """Its stored form, of which the digest table and the first `slices` slices are verified."""
         self.slices = 0
+        self.bad = False
+        """Whether what has come was found to be bad in memory since: nobody else gets it."""
         self._users = 0
         self._progress = asyncio.Event()
         self._ended = False
@@ -53,6 +55,11 @@ class Arriving:
             if self._error is not None:
                 raise self._error
             await self._progress.wait()
+
+    @property
+    def used(self) -> bool:
+        """Whether anybody reads from the view."""
+        return self._users > 0
 
     def join(self) -> None:
         """Somebody reads from the view from now on; follow with `leave`."""

@@ -17,7 +17,7 @@ from kvstore.radix.check import check_links, check_place, check_run, is_node
 from kvstore.radix.pages import RECIPE
 from kvstore.radix.structure import ROOT
 from kvstore.store.check import check_counts
-from kvstore.store.residency import Held
+from kvstore.store.reading import Held
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.store.verify import CheckProgress, CheckReport, NamespaceChecked, check_recipes, needed_by, note_losses

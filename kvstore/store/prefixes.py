@@ -13,8 +13,8 @@ from kvstore.radix.tree import Extras, Path
 from kvstore.store.abandoning import abandon_line
 from kvstore.store.leases import Lease, Leases
 from kvstore.store.matching import known_path, usable_path
+from kvstore.store.reading import Reading
 from kvstore.store.recipes import Recipes
-from kvstore.store.residency import Residency
 from kvstore.store.session_ends import Line
 from kvstore.store.space import Space
 from kvstore.store.uses import Uses
@@ -28,9 +28,9 @@ _FLUSH_S = 10.0
 class Prefixes:
     """See the module's text."""
 
-    def __init__(self, residency: Residency, writeback: Writeback, pins: Leases, uses: Uses, recipes: Recipes) -> None:
+    def __init__(self, reading: Reading, writeback: Writeback, pins: Leases, uses: Uses, recipes: Recipes) -> None:
         self._recipes = recipes
-        self._residency = residency
+        self._reading = reading
         self._writeback = writeback
         self._pins = pins
         self._owners: dict[str, int] = {}
@@ -55,7 +55,7 @@ class Prefixes:
         try:
             for at in range(0, len(todo), _AT_ONCE):
                 chunk = todo[at : at + _AT_ONCE]
-                results = await asyncio.gather(*(self._residency.promote(space, row) for row in chunk), return_exceptions=True)
+                results = await asyncio.gather(*(self._reading.promote(space, row) for row in chunk), return_exceptions=True)
                 for row, result in zip(chunk, results, strict=True):
                     if isinstance(result, BaseException) and not isinstance(result, Busy | NotFound):
                         raise result

@@ -1,37 +1,30 @@
-"""Which blobs are in DRAM: allocation, promotion on fetch, and the mover that demotes ahead of need."""
+"""Room in DRAM: allocation, and the mover that demotes ahead of need. What is in it is read in `reading.py`."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
 
 from kvstore.columns import distinct
-from kvstore.errors import Busy, Corrupt, DiskFailing, KVStoreError, NoSpace, NotFound
+from kvstore.errors import Busy, DiskFailing, KVStoreError, NoSpace
 from kvstore.radix.pages import Slots
-from kvstore.store.arriving import Arriving
 from kvstore.store.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
 from kvstore.store.quotas import Quotas, room_to_make
-from kvstore.store.rates import Meter, Rates
 from kvstore.store.replacement import DRAM, SSD, Replacement
 from kvstore.store.space import Space
 from kvstore.store.spares import Spares
 from kvstore.store.stats import Stats
 from kvstore.store.vacate import Vacator
-from kvstore.store.waits import finish_despite_cancel
 from kvstore.store.writeback import Writeback
-from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena, Room, SlotClass, make_segment
 from kvstore.tiers.policies import Values
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.watermarks import Watermarks
 
 _log = logging.getLogger("kvstore.mover")
-_STAGING_BLOBS = 4
 _ROOM_POLL_S = 0.05
 _UNITS_AT_A_TIME = 256
 """Evicted before others get a turn."""
@@ -39,45 +32,16 @@ _IDLE_S = 20.0
 """A segment that has been empty for this long to twice as long is given back."""
 
 
-@dataclass(eq=False, slots=True)
-class Held:
-    """A blob's stored form in memory, until `release`."""
-
-    space: Space
-    row: int
-    view: memoryview
-    _staging: asyncio.Semaphore | None = None
-    _arriving: Arriving | None = None
-
-    def has(self, number: int) -> bool:
-        """Whether a slice is there; always, but for a blob that was held while it was still being read."""
-        return self._arriving is None or self._arriving.has(number)
-
-    async def wait_for(self, number: int) -> None:
-        """Return once a slice is there. Raises what `hold` would have raised, had it waited for all of the blob."""
-        if self._arriving is not None:
-            await self._arriving.wait_for(number)
-
-    def release(self) -> None:
-        """Let the blob go."""
-        self.space.unpin(self.row)
-        if self._staging is not None:
-            self._staging.release()
-        if self._arriving is not None:
-            self._arriving.leave()
-
-
 class Residency:
     """The DRAM tier at work. `run` is the mover's task."""
 
     def __init__(
-        self, arena: Arena, blob_file: BlobFile, readers: Executor, spaces: Callable[[], Iterable[Space]],
+        self, arena: Arena, blob_file: BlobFile, spaces: Callable[[], Iterable[Space]],
         stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas, replacement: Replacement,
-        reads: Meter | None = None, ahead: int = 0,
+        ahead: int = 0,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
-        self._readers = readers
         self._spaces = spaces
         self._stats = stats
         self._watermarks = watermarks
@@ -85,15 +49,12 @@ class Residency:
         self._vacator = vacator
         self._quotas = quotas
         self._replacement = replacement
-        self._reads = reads or Rates().reads
         self.spares = Spares(arena, ahead, self._grow_ahead)
         self._own_room: dict[str, asyncio.Task[None]] = {}
         self._demand = 0
         self._wake = asyncio.Event()
         self._room = asyncio.Condition()
         self._growing: dict[SlotClass, asyncio.Task[None]] = {}
-        self._loading: dict[tuple[int, int], tuple[Arriving, asyncio.Task[None]]] = {}
-        self._staging = asyncio.Semaphore(_STAGING_BLOBS)
         self._moving = False
         self._refused: set[int] = set()
         """Namespaces that did not let something go that can't be written."""
@@ -229,167 +190,6 @@ class Residency:
         """Slots were freed: let those who wait try again."""
         async with self._room:
             self._room.notify_all()
-
-    # --- reading -------------------------------------------------------------------------------------------------------
-
-    def hold_resident(self, space: Space, row: int) -> "Held | None":
-        """Pin a blob that is in DRAM; None if it is not."""
-        view = self.resident(space, row)
-        if view is None:
-            return None
-        space.pin(row)
-        return Held(space, row, view)
-
-    def resident(self, space: Space, row: int) -> memoryview | None:
-        """The stored form of a blob in DRAM, to be looked at while it is pinned; None if it is not there, or was found bad."""
-        slot = int(space.blobs.slot[row])
-        if slot == NO_SLOT or row in space.spoiled:
-            return None
-        return self._arena.view(slot)[: space.stored_bytes(row)]
-
-    def residents(self, space: Space, rows: Sequence[int]) -> list[memoryview | None]:
-        """As `resident`, of several blobs."""
-        view, spoiled = self._arena.view, space.spoiled
-        places = zip(rows, space.blobs.slot[rows].tolist(), space.blobs.stored_of(rows).tolist(), strict=True)
-        return [None if slot == NO_SLOT or row in spoiled else view(slot)[:stored] for row, slot, stored in places]
-
-    async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None, *, early: bool = False) -> "Held":
-        """Pin a blob in memory, promoting it from SSD if need be.
-
-        It is only read around DRAM, through one of a few buffers, once it is its `turn`. With `early` its first slices are enough:
-        ask `Held.has` before a slice is read. Raises NotFound (Corrupt if the bytes did not verify) when no tier has it.
-        """
-        space.pin(row)
-        try:
-            if row in space.spoiled:
-                return await self._stage(space, row, turn)
-            if space.blobs.slot[row] == NO_SLOT:
-                try:
-                    arriving = await self._promote(space, row, early=early)
-                except Busy:
-                    return await self._stage(space, row, turn)
-                if not arriving.ended:
-                    space.pin(row)
-                    arriving.join()
-                    return Held(space, row, arriving.view, _arriving=arriving)
-            held = self.hold_resident(space, row)
-            assert held is not None, "a pinned blob left DRAM"
-            return held
-        finally:
-            space.unpin(row)
-
-    async def promote(self, space: Space, row: int) -> None:
-        """Bring a pinned blob up into DRAM. Raises Busy if there is no room, NotFound if no tier has it."""
-        if space.blobs.slot[row] == NO_SLOT:
-            await self._promote(space, row)
-
-    async def _promote(self, space: Space, row: int, *, early: bool = False) -> Arriving:
-        """Have a blob read into DRAM. Returns when it is there, or with `early` when its first slice is."""
-        name = (space.number, row)
-        if name not in self._loading:
-            arriving = Arriving()
-            task = asyncio.create_task(self._load(space, row, arriving))
-            self._loading[name] = arriving, task
-            task.add_done_callback(lambda done: self._loaded(name, done))
-        arriving, task = self._loading[name]
-        if early:
-            await arriving.wait_for(0)
-        if not early or arriving.ended:
-            await asyncio.shield(task)
-        return arriving
-
-    def _loaded(self, name: tuple[int, int], done: "asyncio.Future[None]") -> None:
-        self._loading.pop(name, None)
-        if not done.cancelled():
-            done.exception()  # seen: those who waited for it may all be gone
-
-    async def _load(self, space: Space, row: int, arriving: Arriving) -> None:
-        space.pin(row)
-        try:
-            await self._load_into_slot(space, row, arriving)
-        except BaseException as error:
-            arriving.end(error)
-            raise
-        else:
-            arriving.end()
-        finally:
-            space.unpin(row)
-
-    async def _load_into_slot(self, space: Space, row: int, arriving: Arriving) -> None:
-        stored = space.stored_bytes(row)
-        try:
-            slot = await self.allocate(space, stored, wait_s=min(0.1, self._wait_s))
-        except NoSpace as error:  # it is read around DRAM then
-            raise Busy(error.message, retry_after_ms=1000) from error
-        arriving.view = self._arena.view(slot)[:stored]
-        try:
-            await self._read(space, row, arriving.view, arriving.came)
-        except BaseException:
-            arriving.unused(lambda: self._arena.free(slot))
-            raise
-        if space.blobs.slot[row] != NO_SLOT:  # a put brought the same bytes meanwhile
-            arriving.unused(lambda: self._arena.free(slot))
-            return
-        space.set_slot(row, slot)
-        self._stats.promoted_blobs += 1
-        self._stats.promoted_stored_bytes += stored
-
-    async def _read(self, space: Space, row: int, target: memoryview, came: Callable[[int], None] | None = None) -> None:
-        """Read a blob's stored form from SSD; `came` is told how many of its slices are there, until all are."""
-        blobs = space.blobs
-        if not blobs.on_ssd[row]:
-            space.lose_blob(row)
-            raise NotFound(f"blob {blobs.id_of(row).hex()} is in no tier")
-        self._reads.begin()
-        nbytes = 0
-        loop = asyncio.get_running_loop()
-        arrived = None if came is None else lambda slices: loop.call_soon_threadsafe(came, slices)
-        read = loop.run_in_executor(
-            self._readers, partial(self._blob_file.read, space.number, blobs.id_of(row), blobs.layout_of(row), target, arrived=arrived)
-        )
-        try:
-            # Shielded: the thread writes into `target` until it is done, so the slot must not be freed before.
-            await finish_despite_cancel(read)
-            nbytes = len(target)
-        except NotFound as error:
-            if not isinstance(error, Corrupt) and (here := self.resident(space, row)) is not None:
-                target[:] = here  # its copy on SSD went while it was read, and a put has brought the same bytes
-                return
-            self._stats.corrupt_blobs += isinstance(error, Corrupt)
-            _log.error("dropping the pages of a lost blob: %s", error.message)
-            blobs.on_ssd[row] = False
-            space.lose_blob(row)
-            self.writeback.poke()
-            raise
-        finally:
-            self._reads.end(nbytes, spoiled=not nbytes)
-
-    async def _stage(self, space: Space, row: int, turn: asyncio.Event | None) -> "Held":
-        """Read around DRAM, through a few bounded buffers: what a fetch does when everything in DRAM is leased.
-
-        Fetches that held buffers for later blobs while each waits for one for its next would wait for each other for ever.
-        """
-        if turn is not None:
-            await turn.wait()
-        await self._staging.acquire()
-        try:
-            target = memoryview(bytearray(space.stored_bytes(row)))
-            await self._read(space, row, target)
-            space.pin(row)
-        except BaseException:
-            self._staging.release()
-            raise
-        return Held(space, row, target, self._staging)
-
-    def discard_bad_copy(self, space: Space, row: int) -> None:
-        """A DRAM copy did not verify: drop it, once nobody has it in use. Without another on SSD the pages that need it go too."""
-        self._stats.corrupt_blobs += 1
-        _log.error("a DRAM copy of blob %s did not verify, dropping it", space.blobs.id_of(row).hex())
-        if space.blobs.on_ssd[row]:
-            space.spoil(row)
-        else:
-            space.lose_blob(row)
-        self.writeback.poke()
 
     @property
     def moving(self) -> bool:

@@ -195,7 +195,8 @@ class Scrubber:
         self._stats.corrupt_blobs += ssd is _Copy.BAD
         self._stats.scrub_unreadable += ssd is _Copy.UNREADABLE
         slot = int(blobs.slot[row])
-        if slot != NO_SLOT and memory_good:
+        in_dram = slot != NO_SLOT and row not in space.spoiled  # a reader may have found it bad since it was looked at
+        if in_dram and memory_good:
             try:
                 await self._writeback.rewrite_blob(space, row, self._view(slot)[: space.stored_bytes(row)])
             except (lmdb.Error, OSError) as error:
@@ -207,7 +208,7 @@ class Scrubber:
         if ssd is _Copy.UNREADABLE:
             return
         blobs.on_ssd[row] = False
-        if slot == NO_SLOT:
+        if not in_dram:
             _log.error("blob %s is bad on SSD and nowhere else: what needs it is dropped", name)
             space.lose_blob(row)
             self._writeback.poke()

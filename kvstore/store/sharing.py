@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.errors import Busy, NotFound
 from kvstore.radix.pages import Slots
-from kvstore.store.residency import Residency
+from kvstore.store.reading import Reading
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.tiers.blobs import NO_SLOT
@@ -37,10 +37,10 @@ class SharedSegment:
 class Sharing:
     """See the module's text."""
 
-    def __init__(self, arena: Arena, residency: Residency, stats: Stats) -> None:
+    def __init__(self, arena: Arena, reading: Reading, stats: Stats) -> None:
         self._arena = arena
         self._stats = stats
-        self._residency = residency
+        self._reading = reading
         self._given: dict[int, tuple[str, dict[int, int]]] = {}
 
     def segments(self, owner: int, tenant: str, numbers: list[int], dropped: list[int]) -> list[SharedSegment]:
@@ -104,7 +104,7 @@ class Sharing:
             absent = [row for row in distinct if space.blobs.slot[row] == NO_SLOT]
             for at in range(0, len(absent), _AT_ONCE):
                 chunk = absent[at : at + _AT_ONCE]
-                results = await asyncio.gather(*(self._residency.promote(space, row) for row in chunk), return_exceptions=True)
+                results = await asyncio.gather(*(self._reading.promote(space, row) for row in chunk), return_exceptions=True)
                 failed = [result for result in results if isinstance(result, BaseException)]
                 for result in failed:
                     if not isinstance(result, Busy | NotFound):

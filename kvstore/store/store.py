@@ -35,11 +35,12 @@ from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
 from kvstore.store.quotas import Quotas, SsdBudget
 from kvstore.store.rates import Rates
+from kvstore.store.reading import Held, Reading
 from kvstore.store.rebuilding import Rebuilding
 from kvstore.store.recipes import Recipes
 from kvstore.store.recovery import LoadProgress, Recovery
 from kvstore.store.replacement import DRAM, SSD, Replacement
-from kvstore.store.residency import Held, Residency
+from kvstore.store.residency import Residency
 from kvstore.store.scrub import Scrubber
 from kvstore.store.session_ends import SessionEnds
 from kvstore.store.sharing import Sharing
@@ -183,9 +184,9 @@ class Store:
         config = self.config
         budget = MoveBudget(config.move_share, config.dram_bytes // 20, config.dram_bytes // 8)
         self._residency = Residency(
-            self._arena, self._blob_file, self._readers, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
+            self._arena, self._blob_file, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
             Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas, self.replacement,
-            self.rates.reads, config.ahead_bytes,
+            config.ahead_bytes,
         )  # fmt: skip
         self._writeback = Writeback(
             self._blob_file, self._journal, self._writer, self._trash, self.stats,
@@ -194,6 +195,10 @@ class Store:
             config.durable_wait_s, lambda: self.replacement.ready(SSD),
         )  # fmt: skip
         self._residency.writeback = self._writeback
+        self._reading = Reading(
+            self._arena, self._blob_file, self._readers, self.stats, self._residency.allocate, config.put_wait_s,
+            self._writeback, self.rates.reads,
+        )  # fmt: skip
         self._puts = Puts(
             self._arena,
             self._residency,
@@ -207,7 +212,7 @@ class Store:
         )
         self.scrubber = Scrubber(
             self._blob_file, self._writeback, self._readers, lambda: self._spaces, self._arena.view,
-            self._residency.discard_bad_copy, self.stats, config.scrub_bytes_s,
+            self._reading.discard_bad_copy, self.stats, config.scrub_bytes_s,
         )  # fmt: skip
         self._orphans = Orphans(self._blob_file, self._writeback, self._readers, self._writer, lambda: self._spaces, self._trash)
         self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats, self._clock.not_before)
@@ -215,10 +220,10 @@ class Store:
             self._recipe_file, lambda: self._spaces, self._arena.view, self._clock.now, self.stats, config.recipe_ttl_s, self._readers
         )
         self.rebuilding = Rebuilding(self.recipes, self.stats)
-        self.prefixes = Prefixes(self._residency, self._writeback, self.pins, self.uses, self.recipes)
+        self.prefixes = Prefixes(self._reading, self._writeback, self.pins, self.uses, self.recipes)
         self._expiry = Expiry(lambda: self._spaces, self.uses, self._clock.now, self._writeback.poke)
         self.following = Following(self._puts, config.put_idle_s)
-        self.sharing = Sharing(self._arena, self._residency, self.stats)
+        self.sharing = Sharing(self._arena, self._reading, self.stats)
 
     async def _load(self) -> None:
         await self._recovery.run()
@@ -433,23 +438,23 @@ class Store:
 
     def residents(self, space: Space, rows: Sequence[int]) -> list[memoryview | None]:
         """As `resident`, of several blobs."""
-        return self._residency.residents(space, rows)
+        return self._reading.residents(space, rows)
 
     def resident(self, space: Space, row: int) -> memoryview | None:
         """The stored form of a blob in DRAM, which stays in place while the caller has it pinned; None if it is not there."""
-        return self._residency.resident(space, row)
+        return self._reading.resident(space, row)
 
     def hold_resident(self, space: Space, row: int) -> Held | None:
         """Pin a blob that is in DRAM; None if it is not."""
-        return self._residency.hold_resident(space, row)
+        return self._reading.hold_resident(space, row)
 
     async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None, *, early: bool = False) -> Held:
-        """Pin a blob in memory, wherever it is now (see Residency.hold)."""
-        return await self._residency.hold(space, row, turn, early=early)
+        """Pin a blob in memory, wherever it is now (see Reading.hold)."""
+        return await self._reading.hold(space, row, turn, early=early)
 
     def discard_bad_copy(self, space: Space, row: int) -> None:
         """A slice did not verify while it was served."""
-        self._residency.discard_bad_copy(space, row)
+        self._reading.discard_bad_copy(space, row)
 
     def renew_lease(self, owner: int, lease_id: int, ttl_s: float) -> Lease:
         """Let a lease end `ttl_s` seconds from now."""

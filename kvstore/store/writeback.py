@@ -21,6 +21,7 @@ from kvstore.errors import Busy, KVStoreError, NoSpace
 from kvstore.radix.journal import Journal, JournalBatch, encode_page
 from kvstore.radix.pages import DURABLE
 from kvstore.store.backlog import Backlog, WriteRequest
+from kvstore.store.mending import Mending
 from kvstore.store.quotas import SsdBudget
 from kvstore.store.space import Space, Trash
 from kvstore.store.ssd_state import SsdState
@@ -78,6 +79,7 @@ class Writeback:
         self._before_room = before_room
         """To be awaited before `make_ssd_room` may be called."""
         self.state = SsdState()
+        self._mending = Mending(self.rewrite_blob, view)
         self.backlog = Backlog(_BACKLOG_BATCHES * batch_bytes)
         self._refused = 0
         self._under_way: list[WriteRequest] = []
@@ -90,10 +92,15 @@ class Writeback:
     @property
     def idle(self) -> bool:
         """Whether nothing is waiting and no batch is under way."""
-        return not (self.backlog or self._trash or self.lock.locked())
+        return not (self.backlog or self._trash or self._mending or self.lock.locked())
 
     def poke(self) -> None:
         """There may be something to delete."""
+        self._wake.set()
+
+    def mend(self, space: Space, row: int) -> None:
+        """The copy of a blob on SSD is bad, and DRAM has a good one: have it written anew, before anything else is."""
+        self._mending.add(space, row)
         self._wake.set()
 
     def failed(self, error: Exception) -> KVStoreError:
@@ -190,7 +197,11 @@ class Writeback:
 
     async def drain(self) -> None:
         """Commit until nothing is waiting, or the disk is not well."""
-        while (self.backlog or self._trash or self._barriers) and self.state.ok:
+        while (self.backlog or self._trash or self._barriers or self._mending) and self.state.ok:
+            if (error := await self._mending.mend()) is not None:  # what relies on that copy must not be called durable
+                self._stats.ssd_errors += 1
+                self._fail_all(self.state.failed(error))
+                return
             async with self.lock:
                 if self.backlog:
                     await self._before_room()

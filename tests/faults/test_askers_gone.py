@@ -25,11 +25,11 @@ async def test_a_read_that_fails_after_its_reader_left_is_nobodys_unhandled_erro
         lost = BlobBatch(delete=[(space.number, space.blobs.id_of(row), space.stored_bytes(row))])
         await asyncio.to_thread(store._blob_file.commit, lost)
         reader = asyncio.create_task(store.hold(space, row))
-        while not store._residency._loading:
+        while not store._reading._loading:
             await asyncio.sleep(0)
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-        while store._residency._loading:
+        while store._reading._loading:
             await asyncio.sleep(0.001)
         await store.settle()
         check(store)

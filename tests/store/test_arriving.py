@@ -164,7 +164,7 @@ async def test_bytes_that_a_put_brings_meanwhile_are_not_moved_under_a_reader(tm
             assert store.resident(space, row) is not None
             gate.set()
             await held.wait_for(SLICES - 1)
-            while store._residency._loading:
+            while store._reading._loading:
                 await asyncio.sleep(0.001)
             assert store.usage()["dram"].used > 2 * len(DATA), "the slot that is read from was given back"
             assert held.view[: len(DATA)] == DATA
@@ -182,7 +182,7 @@ async def test_a_bad_copy_that_is_found_while_the_rest_is_read_is_read_again(tmp
             store.discard_bad_copy(space, row)
             gate.set()
             await held.wait_for(SLICES - 1)
-            while store._residency._loading:
+            while store._reading._loading:
                 await asyncio.sleep(0.001)
             assert store.resident(space, row) is None
         await _nothing_left(store, held)
