@@ -5,9 +5,9 @@ import inspect
 import operator
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from kvstore.api.wire import DIGEST_BYTES, BadRequest, Hints, KVSpec, PartRange
 
@@ -94,25 +94,39 @@ def _pair(value: Any) -> tuple[int, int]:
     return operator.index(first), operator.index(last)
 
 
-def _parts(value: Any) -> tuple[PartRange, ...]:
-    if not isinstance(value, Sequence) or not value or not all(isinstance(part, PartRange) for part in value):
+def _part(value: Any) -> PartRange:
+    if not isinstance(value, PartRange):
         raise TypeError
-    return tuple(value)
+    numbers = (value.component, value.layer_lo, value.layer_hi, value.head_lo, value.head_hi)
+    return value if all(type(number) is int for number in numbers) else PartRange(*map(operator.index, numbers))
+
+
+def _parts(value: Any) -> tuple[PartRange, ...] | None:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise TypeError
+    return tuple(map(_part, value)) or None
+
+
+def _bytes(value: Any, size: int) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError
+    found = bytes(value)
+    if len(found) != size:
+        raise ValueError
+    return found
 
 
 def _digest(value: Any) -> bytes:
-    if not isinstance(value, bytes | bytearray | memoryview) or len(value) != DIGEST_BYTES:
-        raise TypeError
-    return bytes(value)
+    return _bytes(value, DIGEST_BYTES)
 
 
 def _extras(value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise TypeError
-    for page, digest in value.items():
-        if not isinstance(digest, bytes) or len(digest) != _EXTRA_BYTES or operator.index(page) < 0:
-            raise TypeError
-    return value
+    extras = {int(operator.index(page)): _bytes(digest, _EXTRA_BYTES) for page, digest in value.items()}
+    if any(page < 0 for page in extras):
+        raise ValueError
+    return extras
 
 
 def _names(value: Any) -> Any:
@@ -130,13 +144,13 @@ BOUND = Kind("a number of seconds", _bound)
 WHOLE = Kind("a whole number", operator.index, fine=(int,))
 FLAG = Kind("True or False", _flag, fine=(bool,))
 TEXT = instance(str, "text", optional=False)
-PART = instance(PartRange, "a PartRange, such as spec.whole(0)")
+PART = Kind("a PartRange, such as spec.whole(0)", _part, optional=True)
 ENDPOINT = Kind(
     "HOST:PORT, tls://HOST:PORT or unix:PATH, or a list of such", lambda value: value if isinstance(value, str) else _names(value)
 )
 ADDRESSES = Kind("a list of addresses of this machine", _names)
 TLS = Kind("an ssl.SSLContext, True or False", _tls, optional=True)
-PUT_ID = Kind(f"{DIGEST_BYTES} bytes, such as secrets.token_bytes({DIGEST_BYTES}), the same for all shards", _digest, optional=True)
+PUT_ID = Kind(f"{DIGEST_BYTES} bytes, such as secrets.token_bytes({DIGEST_BYTES}), the same for all shards", _digest)
 _CALL = Kind("a function to call", _callable, optional=True)
 
 _KINDS = {
@@ -150,7 +164,7 @@ _KINDS = {
     "pages": Kind("a pair (first, last) of page numbers", _pair, optional=True),
     "parts": Kind("a tuple of PartRange, such as (spec.whole(0), spec.whole(1))", _parts, optional=True),
     "spans": Kind("a pair (first, last) of page numbers for each part", lambda value: tuple(map(_pair, value)), optional=True),
-    "put_id": PUT_ID,
+    "put_id": replace(PUT_ID, convert=lambda value: _digest(value) if not isinstance(value, bytes) or value else None, optional=True),
     "hints": instance(Hints, "a Hints, such as Hints(session='…')"),
     "extras": Kind(f"a mapping of pages to digests of {_EXTRA_BYTES} bytes, as extra_digest makes them", _extras, optional=True),
     "spec": instance(KVSpec),
@@ -159,15 +173,17 @@ _KINDS = {
 
 
 def checked(**own: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check a call's arguments by their names, and by those kinds that only it has. Numbers of numpy become Python's."""
+    """Check a call's arguments by their names, and by those kinds that only it has. Numbers of numpy become Python's.
+
+    An asynchronous call stays one: what is wrong is raised where it is awaited.
+    """
     kinds = _KINDS | own
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         names = list(inspect.signature(function).parameters)
         passes = {name: kind.passes for name, kind in kinds.items()}
 
-        @functools.wraps(function)
-        def call(*args: Any, **given: Any) -> Any:
+        def converted(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
             for name, value in given.items():
                 if name in passes and type(value) not in passes[name]:
                     given[name] = kinds[name].of(name, value)
@@ -176,10 +192,22 @@ def checked(**own: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 for at, (name, value) in enumerate(zip(names, args, strict=False)):
                     if name in passes and type(value) not in passes[name]:
                         taken[at] = kinds[name].of(name, value)
-                return function(*taken, **given)
-            return function(*args, **given)
+                return tuple(taken)
+            return args
 
-        return call
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def call_async(*args: Any, **given: Any) -> Any:
+                return await function(*converted(args, given), **given)
+
+            return cast(Callable[P, R], call_async)
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> R:
+            return function(*converted(args, given), **given)
+
+        return cast(Callable[P, R], call)
 
     return decorate
 

@@ -46,8 +46,8 @@ class AsyncClient:
     `connections` carry stripes in parallel. `timeout` (seconds) bounds every call that gives none; when it passes, the
     call raises DeadlineExceeded, which says what was wrong meanwhile. Lost connections are restored with backoff within that time. A
     daemon whose address refuses connections may be starting again: it is waited for until `reconnect` seconds after it was first found so;
-    from then on each call tries once, and raises ConnectionLost. `token` is the bearer token,
-    `KVSTORE_TOKEN` of the environment if not given, without white space at its ends.
+    from then on each call tries once, and raises ConnectionLost, until nobody has tried for some seconds: then it may have been back.
+    `token` is the bearer token, `KVSTORE_TOKEN` of the environment if not given, without white space at its ends.
     An endpoint `tls://HOST:PORT`, or `tls`, asks for TLS: with the context given, or one that trusts the certificates in the file
     `KVSTORE_TLS_CA`, or the system's. With a daemon on this machine bytes go through shared memory where that is possible, unless
     `shared_memory` is False.

@@ -163,6 +163,9 @@ class Connection(Answers[asyncio.Future[Frame]]):
                     self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
                     raise
             _, meta, _ = await call.done
+        except BaseException:
+            call.done.add_done_callback(_heard)
+            raise
         finally:
             self._calls.pop(number, None)
         return unpack(reply, meta)
@@ -263,6 +266,9 @@ class Connection(Answers[asyncio.Future[Frame]]):
                     self._abort_late(meta)
             call.done.add_done_callback(_heard)
             await self._cancel(number)
+            raise
+        except BaseException:
+            call.done.add_done_callback(_heard)  # it could not be sent, and that is told here
             raise
         finally:
             if call.done.done():

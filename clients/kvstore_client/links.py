@@ -12,7 +12,7 @@ from kvstore.api.wire import BadRequest, ConnectionLost
 from kvstore_client.connection import parse_endpoint
 from kvstore_client.dealing import Rate
 
-_DIAL_S = 2.0
+DIAL_S = 2.0
 """How long a link may take to connect, where there are others."""
 _FIRST_REST_S = 0.25
 _LONGEST_REST_S = 5.0
@@ -42,6 +42,8 @@ class Link:
     """To which store it led when it last worked."""
     refused_since: float = 0.0
     """Since when (monotonic) nobody listens there; 0 if somebody does, or did when it was last tried."""
+    refused_last: float = 0.0
+    """When that was last seen."""
     rates: dict[int, Rate] = field(default_factory=dict, repr=False)
     """By connection: what is known of its speed."""
     _rest_s: float = field(default=0.0, repr=False)
@@ -66,6 +68,11 @@ class Link:
         """It could not be reached, or a connection of it was lost: leave it alone, longer each time."""
         self._rest_s = min(max(2 * self._rest_s, _FIRST_REST_S), _LONGEST_REST_S)
         self._not_before = time.monotonic() + self._rest_s
+
+    def refused(self, now: float) -> None:
+        """Nobody listens there; with 0 for the time, something else is wrong."""
+        self.refused_since = (self.refused_since or now) if now else 0.0
+        self.refused_last = now
 
     def works(self) -> None:
         """Bytes came over it."""
@@ -104,14 +111,14 @@ async def dial(link: Link, *, alone: bool) -> socket.socket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
-        async with asyncio.timeout(None if alone else _DIAL_S):
+        async with asyncio.timeout(None if alone else DIAL_S):
             await asyncio.get_running_loop().sock_connect(sock, address)
     except TimeoutError:
         sock.close()
-        raise ConnectionLost(f"can't connect to {link.endpoint} within {_DIAL_S:g} s") from None
+        raise ConnectionLost(f"can't connect to {link.endpoint} within {DIAL_S:g} s") from None
     except OSError as error:
         sock.close()
-        link.refused_since = (link.refused_since or time.monotonic()) if error.errno in _NOBODY else 0.0
+        link.refused(time.monotonic() if error.errno in _NOBODY else 0.0)
         reason = os.strerror(error.errno) if error.errno else str(error)
         by = f" from {link.local}" if link.local else ""
         raise ConnectionLost(f"can't connect to {link.endpoint}{by}: {reason}; is a daemon there? (`kvstore serve` starts one)") from error

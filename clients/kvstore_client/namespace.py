@@ -505,7 +505,7 @@ class Namespace(TextCalls):
         part, put_id = part or self.spec.whole(), put_id or secrets.token_bytes(DIGEST_BYTES)
         return PutStream(self, token_view(tokens), first_page, part, durable, whole_s, extras, put_id, hints_meta(hints))
 
-    @checked(put_id=replace(PUT_ID, optional=False))
+    @checked(put_id=PUT_ID)
     def follow(self, put_id: bytes, *, wanted: PartRange | None = None, timeout: float | None = None) -> Follower:
         """Read what a computation is putting while it does: `async with namespace.follow(put_id) as follower` (see Follower)."""
         return Follower(self, put_id, wanted or self.spec.whole(), timeout)

@@ -13,13 +13,15 @@ from typing import TypeVar
 from kvstore.api.wire import PROTOCOL_VERSION, BadRequest, Conflict, ConnectionLost, FrameType, KVStoreError, NotFound
 from kvstore.api.wire.messages import Close, Empty, Hello
 from kvstore_client.connection import Connection
-from kvstore_client.links import Link, dial, make_links
+from kvstore_client.links import DIAL_S, Link, dial, make_links
 from kvstore_client.waiting import blame
 
 T = TypeVar("T")
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
+_FORGET_S = _MAX_BACKOFF_S + DIAL_S
+"""Who waits for a daemon tries some link that often: if none was tried for longer, it may have been back since."""
 _CLOSE_S = 2.0
 _ANSWER_S = 1.0
 _EXPRESS_RETRY_S = 5.0
@@ -174,6 +176,7 @@ class Pool:
     async def _open(self, link: Link) -> Connection:
         if self.closed:
             raise BadRequest("this client was closed")
+        self._forget_absences()
         sock = await dial(link, alone=not self.several)  # not in turn: one link that does not answer must not hold up the others
         async with self._session_lock:
             try:
@@ -252,6 +255,12 @@ class Pool:
         except asyncio.CancelledError as cancelled:
             blame(cancelled, last)
             raise
+
+    def _forget_absences(self) -> None:
+        """An absence that nobody has watched to its end tells nothing of the next one."""
+        if time.monotonic() - max(link.refused_last for link in self.links) > _FORGET_S:
+            for link in self.links:
+                link.refused_since = 0.0
 
     def gone_s(self) -> float:
         """For how long it has been known that nobody listens at any of the addresses; 0 if it is not."""

@@ -1,6 +1,7 @@
 """What a call waits out until its deadline, so that the error at the end can tell."""
 
 import asyncio
+import time
 
 from kvstore.api.wire import Busy, KVStoreError
 
@@ -20,21 +21,29 @@ def blamed(over: TimeoutError) -> KVStoreError | None:
 
 
 class Patience:
-    """Tries something again for as long as the daemon is busy: `with Patience() as patience`, and `wait` before each new attempt."""
+    """Tries something again for as long as the daemon is busy: `with Patience() as patience`, and `wait` before each new attempt.
 
-    __slots__ = ("_last",)
+    A deadline in an attempt is put down to the last Busy only if it may be told so again: as long as it took to be told, and the wait.
+    """
+
+    __slots__ = ("_began", "_last", "_until")
 
     def __init__(self) -> None:
         self._last: Busy | None = None
+        self._began = time.monotonic()
+        self._until = 0.0
 
     def __enter__(self) -> "Patience":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, asyncio.CancelledError):
+        if isinstance(error, asyncio.CancelledError) and time.monotonic() <= self._until:
             blame(error, self._last)
 
     async def wait(self, busy: Busy) -> None:
         """Wait for as long as the daemon said."""
-        self._last = busy
-        await asyncio.sleep((busy.retry_after_ms or _BUSY_MS) / 1000)
+        wait_s = (busy.retry_after_ms or _BUSY_MS) / 1000
+        now = time.monotonic()
+        self._last, self._until = busy, now + 2 * wait_s + (now - self._began) + _BUSY_MS / 1000
+        await asyncio.sleep(wait_s)
+        self._began = time.monotonic()

@@ -14,7 +14,7 @@ from enum import IntEnum
 from hashlib import sha256
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from kvstore.api.invalid import explain
 from kvstore.errors import BadRequest, Forbidden
@@ -66,10 +66,11 @@ class TokenTable:
 
     def find(self, secret: str, now: float) -> Grant | None:
         """What a secret stands for; None if it is unknown or expired. Takes as long whether and wherever it is found."""
-        digest, found = secret_digest(secret), None
-        for grant in self.grants:
-            if hmac.compare_digest(grant.digest, digest):
-                found = grant
+        found = None
+        for digest in dict.fromkeys((secret_digest(secret), _digest(secret))):  # one may have been made of the white space, too
+            for grant in self.grants:
+                if hmac.compare_digest(grant.digest, digest):
+                    found = grant
         return found if found is not None and found.expires > now else None
 
     def holds(self, grant: Grant, now: float) -> bool:
@@ -79,7 +80,11 @@ class TokenTable:
 
 def secret_digest(secret: str) -> bytes:
     """What is kept of a secret. White space at its ends is none of it: files and variables often have a line's end there."""
-    return sha256(secret.strip().encode(errors="surrogatepass")).digest()
+    return _digest(secret.strip())
+
+
+def _digest(secret: str) -> bytes:
+    return sha256(secret.encode(errors="surrogatepass")).digest()
 
 
 # --- parsing ---------------------------------------------------------------------------------------------------------------
@@ -114,6 +119,11 @@ class _Entry(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
     name: Annotated[str, Field(max_length=100)] = ""
     expires: AwareDatetime | None = None
+
+    @field_validator("secret", mode="before")
+    @classmethod
+    def _without_white_space(cls, secret: object) -> object:
+        return secret.strip() if isinstance(secret, str) else secret  # before it is measured
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "_Entry":

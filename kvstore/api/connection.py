@@ -335,6 +335,8 @@ class Connection:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             assert task is not None
+            if task.cancelling() and not running.cancelled:
+                raise  # the connection ends, and nobody asked for that: what is not answered the client asks for again
             task.uncancel()
             await self._error(header.request, Cancelled("the request was cancelled"))
         except KVStoreError as error:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,21 @@ def test_a_file_is_read_whole() -> None:
     assert table.find(OTHER, 1_893_456_000) is None
     assert table.find(SECRET[:-1], 0) is table.find("", 0) is table.find("ä" * 500 + "\udc80", 0) is None
     assert table.quotas == {"a": Quota(dram=1 << 30), "*": Quota(connections=3)}
+
+
+def test_white_space_is_no_part_of_a_secret() -> None:
+    assert parse_token_file(entry(more=f'secret = " {SECRET}\\n"'), "f").find(f"\t{SECRET} ", 0) is not None
+    for short in (" " * 16, "x" + " " * 15):
+        with pytest.raises(BadRequest, match=r"token\.0\.secret"):
+            parse_token_file(entry(more=f'secret = "{short}"'), "f")
+
+
+def test_a_digest_may_be_of_a_line_with_its_end() -> None:
+    """As `echo SECRET | sha256sum` makes it. What is sent decides, then what is left of it without white space."""
+    digest = sha256(SECRET.encode() + b"\n").hexdigest()
+    table = parse_token_file(entry(more=f'sha256 = "{digest}"') + entry("b", more=f'secret = "{SECRET}"'), "f")
+    found = [table.find(sent, 0) for sent in (f"{SECRET}\n", SECRET, f"{SECRET} ")]
+    assert [grant and grant.tenant for grant in found] == ["a", "b", "b"]
 
 
 @pytest.mark.parametrize(

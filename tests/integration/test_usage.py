@@ -1,5 +1,6 @@
 """What goes wrong in new hands: the SDK says which argument is wrong and what it expects, and what it waited for in vain."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,22 @@ import pytest
 
 from kvstore.api.wire import FrameType
 from kvstore.api.wire.messages import ErrorReply, Message
-from kvstore_client import BadRequest, Busy, Client, Component, ConnectionLost, DeadlineExceeded, Hints, KVSpec, KVStoreError, PartRange
+from kvstore_client import (
+    AsyncClient,
+    BadRequest,
+    Busy,
+    Client,
+    Component,
+    ConnectionLost,
+    DeadlineExceeded,
+    Hints,
+    KVSpec,
+    KVStoreError,
+    PartRange,
+    extra_digest,
+)
 from kvstore_client.blocking import Namespace
+from kvstore_client.namespace import Namespace as AsyncNamespace
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.raw import RawClient
@@ -96,6 +111,37 @@ def test_numbers_of_numpy_are_numbers(daemon: DaemonProcess) -> None:
         with namespace.match(tokens, lease_s=np.float32(30)) as match:  # type: ignore[arg-type]
             out = np.zeros(2 * SPEC.page_bytes, np.uint8)
             assert namespace.fetch(match, out, pages=(np.int64(1), np.int64(3))) == out.nbytes  # type: ignore[arg-type]
+
+
+def test_what_stands_for_a_default_and_other_forms_of_numbers_and_bytes(daemon: DaemonProcess) -> None:
+    tokens, digest = context(8_150), extra_digest([("image", b"x")])
+    whole = PartRange(*map(np.int64, (0, 0, 8, 0, 2)))  # type: ignore[arg-type]
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        extras = {np.int64(1): bytearray(digest)}
+        assert namespace.put(tokens, content(tokens), parts=(whole,), extras=extras).new_pages == 4  # type: ignore[arg-type]
+        with namespace.match(tokens, extras={1: digest}) as match:
+            assert match.pages == 4
+            assert namespace.fetch(match, bytearray(4 * SPEC.page_bytes), wanted=whole) == 4 * SPEC.page_bytes
+        again = namespace.put(tokens, content(tokens), parts=(), extras={1: memoryview(digest)}, put_id=b"")  # type: ignore[dict-item]
+        assert again.existing_pages == 4
+        for wrong in ({-1: digest}, {0: digest[:31]}, {0.5: digest}, {0: 5}):
+            with pytest.raises(BadRequest, match=r"extras is .*, not a mapping"):
+                namespace.match(tokens, extras=wrong)  # type: ignore[arg-type]
+        with pytest.raises(BadRequest, match="put_id is b'', not 16 bytes"):
+            namespace.follow(b"")
+        half = SPEC.part_bytes(PartRange(0, 0, 8, 0, 1))
+        with pytest.raises(BadRequest, match="only under the same put_id"):
+            namespace.put(tokens, bytes(4 * half), parts=(PartRange(0, 0, 8, 0, 1),), put_id=b"")
+
+
+async def test_asynchronous_calls_are_known_as_such(daemon: DaemonProcess) -> None:
+    assert all(map(inspect.iscoroutinefunction, (AsyncNamespace.put, AsyncNamespace.match, AsyncNamespace.fetch, AsyncClient.ping)))
+    assert not inspect.iscoroutinefunction(AsyncNamespace.stream_put)
+    async with AsyncClient(daemon.endpoint) as client:
+        asked = client.namespace("pages", "rev-1", SPEC, retention_s="x")  # type: ignore[arg-type]
+        with pytest.raises(BadRequest, match="retention_s is 'x'"):
+            await asked
 
 
 class Malformed(Message):

@@ -1,0 +1,119 @@
+"""Daemons that go and come again: what is under way meanwhile is done in the end, and an absence long ago does not count."""
+
+import asyncio
+import gc
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from kvstore.api.wire import FrameType, PartRange
+from kvstore.api.wire.messages import Empty
+from kvstore_client import AsyncClient, Client, ConnectionLost, DeadlineExceeded
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
+from tests.integration.raw import stat
+
+T = TypeVar("T")
+
+HALVES = (PartRange(0, 0, 4, 0, 2), PartRange(0, 4, 8, 0, 2))
+PUT_ID = b"both halves".ljust(16)
+
+
+class Place:
+    """Daemons one after the other, at one address, over one data directory."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._socket = data_dir.parent / "s"
+
+    def start(self) -> DaemonProcess:
+        return DaemonProcess(self._data_dir, "--dram", "16MiB", "--ssd", "64MiB", "--unix-socket", str(self._socket)).wait_ready()
+
+
+def beside(work: Callable[[], T]) -> tuple[threading.Thread, list[T | BaseException]]:
+    """Do something in another thread; its result, or its error, comes in the list."""
+    done: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # noqa: BLE001 - it is told by the test
+            done.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, done
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["sent", "shared memory"])
+def test_what_waits_outlives_a_clean_stop(data_dir: Path, near: bool) -> None:
+    """A put that waits for another shard is put again: nobody has cancelled it."""
+    place = Place(data_dir)
+    daemon = place.start()
+    tokens = context(1)
+    by_part = content(tokens).reshape(len(tokens) // SPEC.page_tokens, 2, -1)
+    with Client(daemon.unix_endpoint, shared_memory=near) as first, Client(daemon.unix_endpoint, shared_memory=near) as second:
+        namespaces = [open_namespace(client) for client in (first, second)]
+
+        def put(number: int) -> int:
+            half = np.ascontiguousarray(by_part[:, number])
+            return namespaces[number].put(tokens, half, parts=(HALVES[number],), put_id=PUT_ID, whole_s=20).pending_pages
+
+        waits, done = beside(lambda: put(0))
+        while not stat(daemon.http)["pending_pages"]:
+            assert not done
+            time.sleep(0.01)
+        daemon.stop()
+        daemon = place.start()
+        assert put(1) == 0
+        waits.join()
+        assert done == [0]
+        assert fetch_checked(namespaces[1], tokens) == 4
+    daemon.stop()
+
+
+def test_an_absence_long_ago_does_not_count(data_dir: Path) -> None:
+    place = Place(data_dir)
+    daemon = place.start()
+    with Client(daemon.unix_endpoint, reconnect=20) as client:
+        client.ping()
+        daemon.kill()
+        with pytest.raises(DeadlineExceeded):
+            client.ping(timeout=0.1)
+        place.start().kill()  # it was back, and nobody asked it for anything
+        for link in client.inner.links:
+            link.refused_since -= 1000
+            link.refused_last -= 1000
+        comes, started = beside(place.start)
+        client.ping()
+        comes.join()
+    assert isinstance(started[0], DaemonProcess)
+    started[0].stop()
+
+
+async def cut_short(endpoint: str, unix_endpoint: str) -> None:
+    """Requests, with a descriptor and without, over connections that take nothing any more."""
+    async with AsyncClient(endpoint, shared_memory=False) as client:
+        connection, beside_it = await client.pool.connection(), await client.pool.open_beside(unix_endpoint)
+        connection._channel.sock.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionLost):
+            await connection.call(FrameType.PING, Empty(), Empty)
+        beside_it._channel.sock.shutdown(socket.SHUT_WR)
+        with socket.socket() as passed, pytest.raises(ConnectionLost):
+            await beside_it.call_with(FrameType.PING, Empty(), Empty, passed.fileno())
+        await beside_it.close()
+
+
+async def test_a_request_that_could_not_be_sent_leaves_nothing_unheard(daemon: DaemonProcess) -> None:
+    """What went wrong is told where the request was made, and not once more by the loop."""
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+    await cut_short(daemon.endpoint, daemon.unix_endpoint)
+    gc.collect()
+    assert told == []
