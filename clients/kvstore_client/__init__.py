@@ -4,11 +4,13 @@ from kvstore.api.wire import (
     BadDigest,
     BadRequest,
     Busy,
+    Cancelled,
     Component,
     Conflict,
     ConnectionLost,
     Corrupt,
     DeadlineExceeded,
+    DiskFailing,
     Ended,
     Forbidden,
     Hints,
@@ -43,10 +45,10 @@ from kvstore_client.text import Given
 from kvstore_client.view import LocalView, PartView
 
 __all__ = [
-    "DEFAULT_ENDPOINT", "ELSEWHERE", "AsyncClient", "AsyncRebuildWorker", "BadDigest", "BadRequest", "Busy", "Client", "Component",
-    "Conflict", "ConnectionLost", "Corrupt", "Costs", "DeadlineExceeded", "Ended", "Estimate", "Follower", "Forbidden", "Given", "Hints",
-    "KVSpec", "KVStoreError", "LocalView", "Match", "MissingParent", "Namespace", "NoSpace", "NotFound", "OpenAIRebuilder",
-    "PartRange", "PartView", "ProtocolError", "PutResult", "PutStream", "RebuildFailed", "RebuildWorker", "Rebuilt", "Scattered", "Session",
-    "SharedBuffer", "TierRun", "Turn", "Unauthenticated", "UnknownNamespace", "Unsupported", "VersionMismatch", "Wanted",
-    "extra_digest", "fingerprint_folder", "fingerprint_revision",
+    "DEFAULT_ENDPOINT", "ELSEWHERE", "AsyncClient", "AsyncRebuildWorker", "BadDigest", "BadRequest", "Busy", "Cancelled", "Client",
+    "Component", "Conflict", "ConnectionLost", "Corrupt", "Costs", "DeadlineExceeded", "DiskFailing", "Ended", "Estimate", "Follower",
+    "Forbidden", "Given", "Hints", "KVSpec", "KVStoreError", "LocalView", "Match", "MissingParent", "Namespace", "NoSpace",
+    "NotFound", "OpenAIRebuilder", "PartRange", "PartView", "ProtocolError", "PutResult", "PutStream", "RebuildFailed",
+    "RebuildWorker", "Rebuilt", "Scattered", "Session", "SharedBuffer", "TierRun", "Turn", "Unauthenticated", "UnknownNamespace",
+    "Unsupported", "VersionMismatch", "Wanted", "extra_digest", "fingerprint_folder", "fingerprint_revision",
 ]  # fmt: skip

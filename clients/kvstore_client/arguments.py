@@ -146,7 +146,9 @@ FLAG = Kind("True or False", _flag, fine=(bool,))
 TEXT = instance(str, "text", optional=False)
 PART = Kind("a PartRange, such as spec.whole(0)", _part, optional=True)
 ENDPOINT = Kind(
-    "HOST:PORT, tls://HOST:PORT or unix:PATH, or a list of such", lambda value: value if isinstance(value, str) else _names(value)
+    "HOST:PORT, tls://HOST:PORT or unix:PATH, or a list of such",
+    lambda value: value if isinstance(value, str) else _names(value),
+    optional=True,
 )
 ADDRESSES = Kind("a list of addresses of this machine", _names)
 TLS = Kind("an ssl.SSLContext, True or False", _tls, optional=True)
@@ -218,15 +220,23 @@ def readable(data: Any, name: str = "data") -> memoryview:
         view = memoryview(data)
     except (TypeError, ValueError):
         raise wrong(name, data, "a buffer, such as a numpy array or bytes") from None
+    _no_objects(view, name)
     if not view.c_contiguous:
         raise BadArgument(f"the bytes of {name} do not lie one after the other (an array of strides): give numpy.ascontiguousarray of it")
     return view.cast("B") if view.nbytes else memoryview(b"")  # one with zeros in its shape can't be cast
+
+
+def _no_objects(view: memoryview, name: str) -> None:
+    """Their bytes are addresses: stored they mean nothing, and written over they end the process."""
+    if "O" in view.format:
+        raise BadArgument(f"{name} holds Python objects, not bytes: give an array of numbers")
 
 
 def writable(out: Any, size: int, *, at_least: bool = False) -> memoryview:
     """A buffer of exactly `size` bytes to receive into; with `at_least`, the front of a larger one. Raises BadRequest for any other."""
     try:
         whole = memoryview(out)
+        _no_objects(whole, "the buffer")
         target = whole.cast("B") if whole.nbytes else memoryview(bytearray())  # one with zeros in its shape can't be cast
     except (TypeError, ValueError) as error:
         raise BadArgument(f"the buffer (a {type(out).__name__}) can't be received into: {error}; give a contiguous array") from None

@@ -1,6 +1,7 @@
 """The blocking client: the asynchronous one on an event loop of its own, in a thread of its own."""
 
 import asyncio
+import concurrent.futures
 import os
 import ssl
 import threading
@@ -16,7 +17,7 @@ from kvstore.api.wire import BadRequest, Hints, KVSpec, PartRange
 from kvstore_client.blocking_streams import Follower, PutStream, Session
 from kvstore_client.blocking_text import BlockingTextCalls
 from kvstore_client.buffers import SharedBuffer
-from kvstore_client.client import DEFAULT_ENDPOINT, RECONNECT_S, AsyncClient
+from kvstore_client.client import RECONNECT_S, AsyncClient
 from kvstore_client.direct import Direct, Elsewhere
 from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.namespace import Match as AsyncMatch
@@ -40,33 +41,50 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._entering = threading.Lock()
+        self._ending = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvstore-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; an interrupt of the caller cancels it. Raises BadRequest after `stop`."""
-        if self._loop.is_closed():
-            work.close()
-            raise BadRequest("this client was closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._entering:  # nothing is begun that nobody would end
+            if self._ending:
+                work.close()
+                raise BadRequest("this client was closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise BadRequest("this client was closed") from None
         except BaseException:
             future.cancel()
             raise
 
     @property
     def stopped(self) -> bool:
-        """Whether it has ended."""
-        return self._loop.is_closed()
+        """Whether it has ended, or is about to."""
+        return self._ending
 
     def stop(self) -> None:
-        """End the loop and its thread."""
-        if self._loop.is_closed():
-            return
+        """End the loop and its thread. Who still waits for something there is told that the client was closed."""
+        with self._entering:
+            if self._ending:
+                return
+            self._ending = True
+            ended = asyncio.run_coroutine_threadsafe(_end_all(), self._loop)
+        ended.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _end_all() -> None:
+    """Cancel all other tasks of this loop, and wait for their ends."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class Client:
@@ -74,7 +92,7 @@ class Client:
 
     def __init__(
         self,
-        endpoint: str | Sequence[str] = DEFAULT_ENDPOINT,
+        endpoint: str | Sequence[str] | None = None,
         *,
         local_addresses: Sequence[str] = (),
         connections: int = 2,
@@ -98,7 +116,7 @@ class Client:
 
     @staticmethod
     async def _make(
-        endpoint: str | Sequence[str], local_addresses: Sequence[str], connections: int, timeout: float,
+        endpoint: str | Sequence[str] | None, local_addresses: Sequence[str], connections: int, timeout: float,
         name: str, token: str | None, tls: ssl.SSLContext | bool | None,
         shared_memory: bool, reconnect: float,
     ) -> AsyncClient:  # fmt: skip

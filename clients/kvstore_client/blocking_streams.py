@@ -4,6 +4,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from kvstore.api.wire import PartRange
 from kvstore.api.wire.messages import Committed
 from kvstore_client import session, streams
@@ -102,6 +104,11 @@ class Session:
     def pages(self) -> int:
         """Pages up to the cursor."""
         return self.inner.pages
+
+    @property
+    def tokens(self) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
+        """All tokens so far."""
+        return self.inner.tokens
 
     @property
     def estimate(self) -> Estimate | None:

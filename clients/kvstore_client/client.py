@@ -43,6 +43,7 @@ _RELEASE_S = 5.0
 class AsyncClient:
     """A client of one daemon. Use it as an async context manager, or call `close`.
 
+    Without an `endpoint` it is that of `KVSTORE_ENDPOINT` in the environment, else 127.0.0.1:7421.
     `connections` carry stripes in parallel. `timeout` (seconds) bounds every call that gives none; when it passes, the
     call raises DeadlineExceeded, which says what was wrong meanwhile. Lost connections are restored with backoff within that time. A
     daemon whose address refuses connections may be starting again: it is waited for until `reconnect` seconds after it was first found so;
@@ -62,7 +63,7 @@ class AsyncClient:
     )  # fmt: skip
     def __init__(
         self,
-        endpoint: str | Sequence[str] = DEFAULT_ENDPOINT,
+        endpoint: str | Sequence[str] | None = None,
         *,
         local_addresses: Sequence[str] = (),
         connections: int = 2,
@@ -77,6 +78,7 @@ class AsyncClient:
             raise BadRequest(f"{connections} connections: give 1 to 64")
         self.timeout = timeout
         secret = (os.environ.get("KVSTORE_TOKEN", "") if token is None else token).strip()
+        endpoint = os.environ.get("KVSTORE_ENDPOINT", DEFAULT_ENDPOINT) if endpoint is None else endpoint
         names = [endpoint] if isinstance(endpoint, str) else list(endpoint)
         contexts = [tls_for(one, tls) for one in names]
         if len({context is None for context in contexts}) > 1:

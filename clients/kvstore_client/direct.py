@@ -32,6 +32,8 @@ _AFTER = 4
 _CONNECT_S = 1.0
 _RETRY_S = 5.0
 """How long it is left alone after it could not be had (a quota, perhaps), or an answer did not come in time."""
+_SETTLE_S = 1.0
+"""How long a call by the loop waits at most for what was not waited for before."""
 _UNHEARD = 64
 """So many answers at most are left to be read with the next one."""
 _CURRENT: "ContextVar[Line | None]" = ContextVar("kvstore_line", default=None)
@@ -136,8 +138,9 @@ class Line(Answers[Slot]):
         self._calls[number] = call
         try:
             await self._channel.send(buffers)
-        except BaseException:
+        except BaseException as error:
             self.close("a frame was cut short")
+            _raise_if_late(error)
             raise
         return number
 
@@ -151,9 +154,16 @@ class Line(Answers[Slot]):
             await self._receive(header, *await self._channel.read_body(header, raw))
         except BaseException as error:
             self.close("an answer was not waited for")
+            _raise_if_late(error)
             if isinstance(error, KVStoreError) and not isinstance(error, ProtocolError):
                 raise ConnectionLost(error.message) from error  # the daemon's last words, say: they are not about this request
             raise
+
+
+def _raise_if_late(error: BaseException) -> None:
+    """Raise TimeoutError where a channel has taken it for a connection that broke: it is an OSError, too."""
+    if isinstance(error, ConnectionLost) and isinstance(error.__cause__, TimeoutError):
+        raise TimeoutError from error
 
 
 class Direct:
@@ -193,7 +203,7 @@ class Direct:
             return
         with self._lock:
             if line.lost is None:
-                line.bound(self._client.timeout)
+                line.bound(_SETTLE_S)
                 try:
                     at_once(line.settle())
                 except (KVStoreError, TimeoutError):

@@ -1,5 +1,6 @@
 """A conversation that grows: a cursor in the tree, so that only new tokens travel."""
 
+import contextlib
 import secrets
 from dataclasses import replace
 from types import TracebackType
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.api.wire import Ended, Hints, NotFound, PartRange
+from kvstore.api.wire import Ended, Hints, KVStoreError, NotFound, PartRange
 from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.tokens import Tokens, token_view
 from kvstore_client.transfer import Progress
@@ -68,9 +69,17 @@ class Session:
         return np.frombuffer(bytes(self._tokens), np.uint32)
 
     async def extend(self, tokens: Tokens) -> int:
-        """The conversation goes on with these tokens. Moves the cursor as far as the store knows it; returns its pages."""
+        """The conversation goes on with these tokens. Moves the cursor as far as the store knows it; returns its pages.
+
+        If that fails the conversation is as it was: extend it again.
+        """
+        before = len(self._tokens)
         self._tokens += token_view(tokens)
-        await self._seek()
+        try:
+            await self._seek()
+        except BaseException:
+            del self._tokens[before:]
+            raise
         return self.pages
 
     async def _seek(self) -> None:
@@ -87,7 +96,8 @@ class Session:
             found = await self.namespace.match(self._after(0), lease_s=self.lease_s, hints=self.hints, estimate=self._costs)
         self._match = found
         if old is not None and old is not found:
-            await old.release()
+            with contextlib.suppress(KVStoreError):  # the cursor has moved, and that lease ends by itself
+                await old.release()
 
     def _after(self, pages: int) -> bytes:
         return bytes(memoryview(self._tokens)[pages * self.namespace.spec.label_words * 4 :])

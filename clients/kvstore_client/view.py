@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import BadRequest, FrameType, NotFound, PartRange, Unsupported
+from kvstore.api.wire import FrameType, NotFound, PartRange, Unsupported
 from kvstore.api.wire.same_host import MAX_LOCATED, Locate, Place, Places, unpack_places
+from kvstore_client.arguments import writable
 from kvstore_client.blocks import Block, Item, PageBlobs, PageShape
 from kvstore_client.direct import current
 from kvstore_client.near import NearBlob
@@ -59,9 +60,7 @@ class LocalView:
     def copy_into(self, out: Any) -> int:
         """Copy all parts, one after the other, verified slice by slice. Returns the bytes. Raises NotFound if they are not intact."""
         size = sum(len(part.data) for part in self.parts)
-        target = memoryview(out).cast("B")
-        if len(target) != size or target.readonly:
-            raise BadRequest(f"the buffer has {len(target)} bytes; {size} writable ones are needed")
+        target = writable(out, size)
         array, at = np.frombuffer(target, np.uint8), 0
         for blob, part in zip(self._blobs, self.parts, strict=True):
             blob.copy(_whole(self.match, blob, part, at), array)

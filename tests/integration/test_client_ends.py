@@ -1,0 +1,105 @@
+"""A blocking client whose daemon stands still or dies, and whose other threads are still at it when it is closed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_client import BadRequest, Client, ConnectionLost, DeadlineExceeded
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import SPEC, content, context, open_namespace
+
+_ASKS = 10
+"""So many small requests, that the client makes them in the calling thread."""
+
+
+def test_a_close_ends_the_calls_of_other_threads(daemon: DaemonProcess) -> None:
+    for _ in range(5):
+        client = Client(daemon.endpoint)
+        namespace = open_namespace(client)
+        told: list[str] = []
+        begun = threading.Barrier(4)
+
+        def ask(namespace=namespace, told=told, begun=begun) -> None:  # type: ignore[no-untyped-def]
+            begun.wait()
+            try:
+                while True:
+                    namespace.match(context(1)).release()
+            except (BadRequest, ConnectionLost) as error:
+                told.append(error.message)
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        begun.wait()
+        client.ping()
+        client.close()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+        assert len(told) == 3
+
+
+def test_a_deadline_is_not_waited_for_twice(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        for _ in range(_ASKS):
+            namespace.match(context(1), lease_s=0)
+        attempts = 0
+        inner = client.inner.call
+
+        async def counted(*args, **given):  # type: ignore[no-untyped-def]
+            nonlocal attempts
+            attempts += 1
+            return await inner(*args, **given)
+
+        client.inner.call = counted  # type: ignore[method-assign]
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineExceeded, match=r"within 0\.3 s"):
+                namespace.match(context(1), lease_s=0, timeout=0.3)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert attempts == 1
+        assert namespace.match(context(1), lease_s=0).pages == 0
+
+
+def test_an_extension_that_failed_is_as_if_it_had_not_been(data_dir: Path) -> None:
+    sizes = ("--dram", "16MiB", "--ssd", "64MiB")
+    with DaemonProcess(data_dir, *sizes) as daemon, Client(daemon.endpoint, reconnect=0) as client:
+        namespace = open_namespace(client)
+        with namespace.session() as session:
+            session.extend(context(1)[:8])
+            daemon.kill()
+            with pytest.raises(ConnectionLost):
+                session.extend(context(1)[8:])
+            assert np.array_equal(session.tokens, context(1)[:8])
+            with DaemonProcess(data_dir, *sizes, "--port", daemon.endpoint.rpartition(":")[2]) as again:
+                again.wait_ready()
+                session.extend(context(1)[8:])
+                session.put(content(context(1)))
+                assert namespace.match(context(1), lease_s=0).pages == len(context(1)) // SPEC.page_tokens
+
+
+def test_objects_are_neither_sent_nor_received_into(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        data = content(context(1))
+        objects = np.empty(data.nbytes // np.dtype(object).itemsize, object)
+        with pytest.raises(BadRequest, match="Python objects"):
+            namespace.put(context(1), objects)
+        namespace.put(context(1), data)
+        with namespace.match(context(1)) as match, pytest.raises(BadRequest, match="Python objects"):
+            namespace.fetch(match, objects)
+
+
+def test_the_endpoint_of_the_environment_is_taken(daemon: DaemonProcess) -> None:
+    code = "from kvstore_client import Client; c = Client(); print(c.inner.links[0].endpoint); c.close()"
+    environment = {**os.environ, "KVSTORE_ENDPOINT": daemon.endpoint}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == daemon.endpoint
