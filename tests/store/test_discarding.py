@@ -132,7 +132,7 @@ async def test_lossy_pages_go_without(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("ack", [Ack.MEMORY, Ack.DURABLE])
 async def test_never_discards(tmp_path: Path, ack: Ack) -> None:
-    async with Store(config(tmp_path / "d", dram_bytes=20 * 5000, ssd_bytes=40 * 5000)) as store:
+    async with Store(config(tmp_path / "d", dram_bytes=20 * 5000, ssd_bytes=40 * 5000, put_wait_s=2.0)) as store:
         space = await store.create_namespace(settings_named(rebuild="never", retention_s=0))
         other = await store.create_namespace(NamespaceSettings("default", "other", "other model", SPEC, retention_s=0))
         for number in range(8):

@@ -267,7 +267,7 @@ async def test_pages_past_their_retention_make_room(tmp_path: Path) -> None:
 
 
 async def test_leased_pages_stay(tmp_path: Path) -> None:
-    async with Store(config(tmp_path / "d", ssd_bytes=1 << 20)) as store:
+    async with Store(config(tmp_path / "d", ssd_bytes=1 << 20, put_wait_s=10.0)) as store:
         space = await store.create_namespace(settings_named(retention_s=0))
         await put(store, space, (1, 2), b"v" * 16)
         match = store.match(space, tokens_of((1, 2)), {}, owner=OWNER, lease_s=60, parts=True)
