@@ -36,6 +36,10 @@ SMALL_BYTES = 1 << 20
 """A fetch into no more than this is made by the calling thread."""
 
 
+_END_S = 5.0
+"""How long a close waits for what others had under way: it was cancelled, and ends at once unless a thread holds it up."""
+
+
 class _LoopThread:
     """An event loop that runs in a thread until `stop`."""
 
@@ -80,11 +84,12 @@ class _LoopThread:
 
 
 async def _end_all() -> None:
-    """Cancel all other tasks of this loop, and wait for their ends."""
+    """Cancel all other tasks of this loop, and wait for their ends, for a while."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    ended = asyncio.gather(*others, return_exceptions=True)
+    await asyncio.wait([ended], timeout=_END_S)
 
 
 class Client:
