@@ -7,6 +7,7 @@ connection, at most `MAX_REQUESTS` at a time. The loop stops reading while there
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from kvstore.api.guard import Guard
 from kvstore.api.priority import INTERACTIVE, LinkTraffic
 from kvstore.api.rebuilds import slow_match, waits
 from kvstore.api.replies import Reply
+from kvstore.api.request_stats import RequestStats
 from kvstore.api.request_tables import ACCESS, QUICK, SLOW
 from kvstore.api.requests import Slow
 from kvstore.api.same_host import SameHost, SameHostPeer
@@ -67,6 +69,7 @@ class _Running:
     """A request that has a task."""
 
     interruptible: bool
+    since_ns: int
     urgent: bool = False
     """Whether it is sent before what is bulk."""
     task: asyncio.Task[None] | None = None
@@ -80,10 +83,12 @@ class Connection:
 
     def __init__(
         self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore,
-        guard: Guard, timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None, traffic: LinkTraffic | None = None,
+        guard: Guard, request_stats: RequestStats,
+        timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None, traffic: LinkTraffic | None = None,
     ) -> None:  # fmt: skip
         self.store = store
         self._traffic = traffic
+        self._stats = request_stats
         self._timeout_s = timeout_s
         self._large_payloads = large_payloads
         self.endpoint = endpoint
@@ -222,6 +227,7 @@ class Connection:
         kind = header.type
         if kind is FrameType.SLICES:
             return
+        began = time.perf_counter_ns()
         refused = self._refusal(kind)
         if refused is not None:
             await self._error(header.request, refused)
@@ -232,14 +238,15 @@ class Connection:
             try:
                 message = unpack_request(message_type, meta)
                 if waits(self, kind, message):
-                    await self._start(group, header, partial(self._slow, header.request, slow_match, message, payload))
+                    await self._start(group, header, began, partial(self._slow, header.request, slow_match, message, payload))
                 else:
                     await self._send_reply(header.request, quick(self, message, payload))
+                    self._stats.answered(kind.name, began)
             except KVStoreError as error:
                 self._fatal_if_protocol(error)
                 await self._error(header.request, error)
         elif kind is FrameType.FETCH:
-            await self._fetch(group, header, meta, payload)
+            await self._fetch(group, header, began, meta, payload)
         elif kind in SLOW:
             message_type, slow = SLOW[kind]
             try:
@@ -247,13 +254,13 @@ class Connection:
             except BadRequest as error:
                 await self._error(header.request, error)
                 return
-            await self._start(group, header, partial(self._slow, header.request, slow, message, payload))
+            await self._start(group, header, began, partial(self._slow, header.request, slow, message, payload))
             if kind is FrameType.PUT:
                 await asyncio.sleep(0)  # it has begun, nearly always, when its slices follow at once
         else:
             raise ProtocolError(f"a {kind.name} frame from a client")
 
-    async def _fetch(self, group: asyncio.TaskGroup, header: Header, meta: bytes, payload: bytes) -> None:
+    async def _fetch(self, group: asyncio.TaskGroup, header: Header, began: int, meta: bytes, payload: bytes) -> None:
         try:
             asked = read_fetch(self, meta, payload)
             crowded = self._traffic if self._traffic is not None and self._traffic.crowded else None
@@ -263,8 +270,10 @@ class Connection:
             self._fatal_if_protocol(error)
             await self._error(header.request, error)
         else:
-            if not answered:
-                await self._start(group, header, partial(self._stream, header.request, asked))
+            if answered:
+                self._stats.answered(header.type.name, began)
+            else:
+                await self._start(group, header, began, partial(self._stream, header.request, asked))
                 if asked.priority == INTERACTIVE:
                     self._running[header.request].urgent = True
 
@@ -319,11 +328,11 @@ class Connection:
         if reply is not None:
             await self._send_reply(request, reply)
 
-    async def _start(self, group: asyncio.TaskGroup, header: Header, work: Work) -> None:
+    async def _start(self, group: asyncio.TaskGroup, header: Header, began: int, work: Work) -> None:
         if header.request in self._running:
             raise ProtocolError(f"request {header.request} is still under way")
         await self._slots.acquire()
-        self._running[header.request] = running = _Running(interruptible=header.type is not FrameType.FETCH)
+        self._running[header.request] = running = _Running(interruptible=header.type is not FrameType.FETCH, since_ns=began)
         running.task = group.create_task(self._guarded(header, running, work), name=f"kvstore-{header.type.name}")
 
     async def _guarded(self, header: Header, running: _Running, work: Work) -> None:
@@ -332,6 +341,7 @@ class Connection:
             if running.cancelled:
                 raise Cancelled("the request was cancelled")
             await work()
+            self._stats.answered(header.type.name, running.since_ns)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             assert task is not None
@@ -444,6 +454,7 @@ class Connection:
             self._write_lock.release()
 
     async def _error(self, request: int, error: KVStoreError) -> None:
+        self._stats.errors[error.code] += 1
         message = ErrorReply(code=error.code, message=error.message, retry_after_ms=error.retry_after_ms)
         await self.reply(request, FrameType.ERROR, message)
 

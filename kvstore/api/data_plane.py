@@ -13,6 +13,7 @@ from pathlib import Path
 from kvstore.api.connection import CLIENT_TIMEOUT_S, Connection
 from kvstore.api.guard import Guard
 from kvstore.api.priority import Traffic
+from kvstore.api.request_stats import RequestStats
 from kvstore.api.same_host import SameHost
 from kvstore.api.sessions import Sessions
 from kvstore.api.wire import Channel, TlsChannel
@@ -47,6 +48,7 @@ class DataPlane:
         self._connections: set[asyncio.Task[None]] = set()
         self._serving: dict[Connection, asyncio.Task[None]] = {}
         self._traffic = Traffic()
+        self.request_stats = RequestStats()
         self._large_payloads = asyncio.Semaphore(_LARGE_PAYLOADS)
 
     @property
@@ -105,6 +107,7 @@ class DataPlane:
             endpoint,
             self._large_payloads,
             self._guard,
+            self.request_stats,
             self._client_timeout_s,
             self._host,
             self._traffic.of(sock),

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvstore.api.data_plane import DataPlane
+from kvstore.api.request_stats import RequestStats
 from kvstore.store import Store
 from kvstore.store.ssd_state import SSD_STATES
 from kvstore.store.stats import Stats
@@ -39,6 +40,7 @@ class StoreCollector(Collector):
             pages.add_metric([space.id], space.tree.page_count)
             blobs.add_metric([space.id], space.blobs.count)
         yield from (pages, blobs)
+        yield from _request_metrics(self._data_plane.request_stats)
         yield from _rebuild_metrics(self._store)
         state = GaugeMetricFamily("kvstore_ssd_state", "1 for the state that the disk under the SSD tier is in", labels=["state"])
         for known in SSD_STATES:
@@ -77,6 +79,16 @@ class StoreCollector(Collector):
             ("connections", "Data-plane connections", self._data_plane.connection_count),
         ):
             yield GaugeMetricFamily(f"kvstore_{name}", text, value=value)
+
+
+def _request_metrics(stats: RequestStats) -> Iterator[Metric]:
+    times = HistogramMetricFamily("kvstore_request_seconds", "What requests of the data plane took that went well", labels=["request"])
+    for kind, histogram in stats.by_kind():
+        times.add_metric([kind], histogram.cumulative(), histogram.total_ns / 1e9)
+    errors = CounterMetricFamily("kvstore_request_errors", "Errors that requests of the data plane were answered with", labels=["code"])
+    for code, count in sorted(stats.errors.items()):
+        errors.add_metric([code], count)
+    yield from (times, errors)
 
 
 def _rebuild_metrics(store: Store) -> Iterator[Metric]:

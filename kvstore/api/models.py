@@ -15,14 +15,8 @@ from kvstore.api.estimates import prefill_of
 from kvstore.errors import BadRequest
 from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
 from kvstore.store.cut import Ask
-from kvstore.store.rates import Rate
-from kvstore.store.recovery import LoadProgress
-from kvstore.store.scrub import ScrubProgress
 from kvstore.store.space import Rebuild
-from kvstore.store.ssd_state import SsdState
-from kvstore.store.stats import Stats
 from kvstore.store.verify import CheckReport
-from kvstore.tiers.dram import SegmentUsage
 
 NAME_PATTERN = r"^[A-Za-z0-9._:@-]{1,200}$"
 BLOB_PATTERN = r"^[0-9a-f]{32}$"
@@ -262,80 +256,6 @@ class Match(ReplyModel):
     runs: list[PartRun] | None = None
     blobs: Annotated[list[BlobId] | None, Field(description="a blob id for each part of each page, in order")] = None
     estimate: Annotated[Estimate | None, Field(description="if it was asked for, and there is a page")] = None
-
-
-# --- health ----------------------------------------------------------------------------------------------------------------
-
-
-class Health(ReplyModel):
-    """The process lives."""
-
-    status: Literal["ok"] = "ok"
-    version: str
-
-
-class Readiness(ReplyModel):
-    """It serves, and this is where. While it loads, matches give what is there already, and puts get `busy`."""
-
-    status: Literal["ready", "loading"] = "ready"
-    loading: Annotated[LoadProgress | None, Field(description="pages that are back, while it loads")] = None
-    ssd_state: Annotated[SsdState | None, Field(description="if the disk is not well; the store serves on from DRAM")] = None
-    epoch: Annotated[int, Field(description="changes with every start of the daemon")]
-    endpoints: Annotated[list[str], Field(description="the data plane's addresses")]
-
-
-class TierUsage(ReplyModel):
-    """Bytes of a tier."""
-
-    capacity: int
-    used: int
-
-
-class RateNow(ReplyModel):
-    """Bytes a second, smoothed; a guess as long as none were `measured`."""
-
-    bytes_s: float
-    measured: bool
-
-    @classmethod
-    def of(cls, rate: Rate) -> "RateNow":
-        """As it is now."""
-        return cls(bytes_s=round(rate.bytes_s), measured=rate.measured)
-
-
-class Stat(ReplyModel):
-    """What the daemon holds and has done; without admin access, only what is the tenant's own."""
-
-    version: str
-    epoch: int
-    uptime_s: float
-    endpoints: list[str]
-    tenant: Annotated[str, Field(description="whose token it is")]
-    tiers: dict[str, TierUsage]
-    leases: int
-    puts_open: int
-    sessions: int
-    connections: int
-    namespaces: list[Namespace]
-    pid: int | None = None
-    policy: Annotated[str | None, Field(description="which pages leave a tier first")] = None
-    follows_lru: Annotated[bool | None, Field(description="whether that is by recency now, though the policy may estimate")] = None
-    rates: Annotated[dict[str, RateNow] | None, Field(description="reads from `ssd`, and what fetches from DRAM reach over the `link`")] = (
-        None
-    )
-    dram_segments: SegmentUsage | None = None
-    totals: Annotated[Stats | None, Field(description="counters since start")] = None
-    pending_pages: Annotated[int | None, Field(description="pages of which other shards are still to come")] = None
-    pinned_blobs: int | None = None
-    loading: LoadProgress | None = None
-    ssd_state: SsdState | None = None
-    scrub: ScrubProgress | None = None
-    writeback_backlog_pages: int | None = None
-    writeback_backlog_bytes: int | None = None
-    writeback_backlog_bytes_smoothed: int | None = None
-    tasks: Annotated[int | None, Field(description="live tasks of the daemon's loop")] = None
-    descriptors: int | None = None
-    rss_bytes: Annotated[int | None, Field(description="resident memory, DRAM segments included")] = None
 
 
 # --- check -----------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from kvstore.api.request_stats import quantile_s
 from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, print_json, size_text, table_console
 
 _RATES = (
@@ -34,7 +35,7 @@ def status(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None
     if rates := stat.get("rates"):
         ssd, link = (f"{size_text(rates[name]['bytes_s'])}/s{'' if rates[name]['measured'] else ' (a guess)'}" for name in ("ssd", "link"))
         table_console().print(f"reads from SSD {ssd}, fetches from DRAM {link}")
-    table_console().print(_tiers(stat), _namespaces(stat), *([_totals(stat)] if "totals" in stat else []))
+    table_console().print(_tiers(stat), _namespaces(stat), *([_requests(stat, None), _totals(stat)] if "totals" in stat else []))
 
 
 def top(
@@ -55,7 +56,7 @@ def top(
         with Live(console=table_console(), refresh_per_second=4) as live:
             while not count or looks < count:
                 now, stat = time.monotonic(), http_json(http, "/v1/stat")
-                rates = [_rates(stat, last, now - last_time)] if "totals" in stat else []  # without admin access there are none
+                rates = [_rates(stat, last, now - last_time), _requests(stat, last)] if "totals" in stat else []  # else no admin access
                 live.update(Group(_tiers(stat), *rates, _namespaces(stat)))
                 last, last_time = stat, now
                 looks += 1
@@ -100,6 +101,28 @@ def _rates(stat: dict[str, Any], last: dict[str, Any] | None, seconds: float) ->
         *cells, str(stat["leases"]), str(stat["puts_open"]), str(stat["writeback_backlog_pages"]), str(stat["sessions"])
     )  # fmt: skip
     return table
+
+
+def _requests(stat: dict[str, Any], last: dict[str, Any] | None) -> Table:
+    """Requests since the last look, or since the start, and what they took."""
+    table = Table("requests", "", "p50", "p99")
+    for kind, times in stat["requests"].items():
+        counts = times["buckets"]
+        if last is not None and kind in last["requests"]:
+            counts = [now - before for now, before in zip(counts, last["requests"][kind]["buckets"], strict=True)]
+        if any(counts):
+            table.add_row(kind.lower(), f"{sum(counts):,}", *(_time_text(quantile_s(counts, share)) for share in (0.5, 0.99)))
+    for code, count in stat["errors"].items():
+        count -= last["errors"].get(code, 0) if last is not None else 0
+        if count:
+            table.add_row(f"error: {code}", f"{count:,}")
+    return table
+
+
+def _time_text(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds:.2g} s"
 
 
 def _namespaces(stat: dict[str, Any]) -> Table:

@@ -11,9 +11,9 @@ from kvstore.api.http.admission import grant_of
 from kvstore.api.http.namespaces import described
 from kvstore.api.http.service import Service
 from kvstore.api.metrics import CONTENT_TYPE, render
-from kvstore.api.models import Health, RateNow, Readiness, Stat, TierUsage
 from kvstore.api.operations import ALWAYS, Reply, Route, reply
 from kvstore.api.process import process_stat
+from kvstore.api.stat_models import Health, RateNow, Readiness, RequestTimes, Stat, TierUsage
 from kvstore.store import Store
 
 
@@ -74,12 +74,15 @@ class StatusRoutes:
         return reply(Stat.model_validate(common | found))
 
     def _of_all(self, store: Store) -> dict[str, object]:
+        requests = self._service.data_plane.request_stats
         return {
             "pid": os.getpid(),
             "policy": store.config.policy,
             "follows_lru": store.follows_lru,
             "rates": {"ssd": RateNow.of(store.rates.ssd), "link": RateNow.of(store.rates.link)},
             "tiers": {name: TierUsage(capacity=usage.capacity, used=usage.used) for name, usage in store.usage().items()},
+            "requests": {kind: RequestTimes.of(times) for kind, times in requests.by_kind()},
+            "errors": dict(requests.errors),
             "dram_segments": store.dram_segments,
             "totals": store.stats,
             "leases": len(store.leases),

@@ -1,0 +1,46 @@
+"""What requests took, and which errors there were, as an operator sees them."""
+
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from kvstore_client import Client, UnknownNamespace
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import content, context, fetch_checked, open_namespace
+from tests.integration.raw import stat
+
+
+def look(*words: str) -> str:
+    return subprocess.run([sys.executable, "-m", "kvstore", *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_requests_and_errors_are_shown_wherever_one_looks(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint, shared_memory=False) as client:
+        namespace = open_namespace(client)
+        tokens = context(1)
+        namespace.put(tokens, content(tokens))
+        for _ in range(3):
+            assert fetch_checked(namespace, tokens) == 4
+        namespace.drop()
+        with pytest.raises(UnknownNamespace):
+            namespace.match(tokens)
+    found = stat(daemon.http)
+    times = found["requests"]
+    assert times["FETCH"]["count"] == sum(times["FETCH"]["buckets"]) == 3
+    assert times["MATCH"]["count"] >= 3
+    assert 0 < times["FETCH"]["seconds"] < 60
+    assert found["errors"]["unknown_namespace"] >= 1
+
+    with urllib.request.urlopen(f"{daemon.http}/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    assert 'kvstore_request_seconds_count{request="FETCH"} 3.0' in lines
+    assert 'kvstore_request_seconds_bucket{le="+Inf",request="FETCH"} 3.0' in lines
+    assert any(line.startswith('kvstore_request_errors_total{code="unknown_namespace"}') for line in lines)
+
+    shown = look("status", "--http", daemon.http)
+    assert "fetch" in shown
+    assert "p99" in shown
+    assert "error: unknown_namespace" in shown
+    assert "p99" in look("top", "--http", daemon.http, "--count", "2", "--interval", "0.1")
