@@ -5,6 +5,7 @@ import concurrent.futures
 import os
 import ssl
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from types import TracebackType
@@ -47,8 +48,12 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         self._entering = threading.Lock()
         self._ending = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvstore-client", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="kvstore-client", daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; an interrupt of the caller cancels it. Raises BadRequest after `stop`."""
@@ -80,7 +85,18 @@ class _LoopThread:
         ended.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
+
+    def leave(self, last: Coroutine[Any, Any, None]) -> None:
+        """As `stop`, after a last coroutine, for whom nobody waits."""
+        self._ending = True
+        asyncio.run_coroutine_threadsafe(self._finish(last), self._loop)
+
+    async def _finish(self, last: Coroutine[Any, Any, None]) -> None:
+        try:
+            await asyncio.wait_for(last, _END_S)
+            await _end_all()
+        finally:
+            self._loop.stop()
 
 
 async def _end_all() -> None:
@@ -150,6 +166,15 @@ class Client:
             self._direct.close()
             self._thread.run(self._client.close())
             self._thread.stop()
+
+    def __del__(self) -> None:
+        """Nobody has this client any more, and it was not closed: say so, and end its thread and connections without waiting."""
+        thread = getattr(self, "_thread", None)
+        if thread is None or thread.stopped or os.getpid() != self._process:
+            return
+        warnings.warn("a kvstore client was not closed: use it in a `with`, or call close()", ResourceWarning, stacklevel=2, source=self)
+        self._direct.close()
+        thread.leave(self._client.close())
 
     @property
     def closed(self) -> bool:

@@ -73,6 +73,13 @@ def parse_endpoint(endpoint: str) -> tuple[socket.AddressFamily, str | tuple[str
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
 
 
+def reason_of(error: OSError) -> str:
+    """Why a connection could not be made, in the system's words."""
+    if isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
 class Connection(Answers[asyncio.Future[Frame]]):
     """Made by `open`. Many requests may be in flight; each gets its own replies."""
 
@@ -106,8 +113,9 @@ class Connection(Answers[asyncio.Future[Frame]]):
             await connection._shake_hands(Hello(versions=[PROTOCOL_VERSION], client=client, token=token, session=session))
         except OSError as error:
             channel.close()
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise ConnectionLost(f"can't connect to {endpoint}: {reason}; is a daemon there? (`kvstore serve` starts one)") from error
+            raise ConnectionLost(
+                f"can't connect to {endpoint}: {reason_of(error)}; is a daemon there? (`kvstore serve` starts one)"
+            ) from error
         except BaseException:
             channel.close()
             raise

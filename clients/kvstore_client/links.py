@@ -2,14 +2,13 @@
 
 import asyncio
 import errno
-import os
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.api.wire import BadRequest, ConnectionLost
-from kvstore_client.connection import parse_endpoint
+from kvstore_client.connection import parse_endpoint, reason_of
 from kvstore_client.dealing import Rate
 
 DIAL_S = 2.0
@@ -119,7 +118,7 @@ async def dial(link: Link, *, alone: bool) -> socket.socket:
     except OSError as error:
         sock.close()
         link.refused(time.monotonic() if error.errno in _NOBODY else 0.0)
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        reason = reason_of(error)
         by = f" from {link.local}" if link.local else ""
         raise ConnectionLost(f"can't connect to {link.endpoint}{by}: {reason}; is a daemon there? (`kvstore serve` starts one)") from error
     except BaseException:

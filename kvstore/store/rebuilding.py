@@ -228,9 +228,14 @@ class Rebuilding:
     # --- working -------------------------------------------------------------------------------------------------------
 
     async def claim(self, owner: int, tenant: str, space: Space | None, wait_s: float, lease_s: float) -> Work | None:
-        """A job for a worker, leased to it; waits for one up to `wait_s`. None if there is none by then."""
+        """A job for a worker, leased to it; waits for one up to `wait_s`. None if there is none by then.
+
+        Raises Conflict for a namespace without recipes.
+        """
         if lease_s <= 0:
             raise BadRequest("a claim lasts more than 0 s")
+        if space is not None and space.text is None:
+            raise Conflict(f"namespace {space.id} keeps no recipes: there will never be work in it; create it with recipes = on")
         deadline = time.monotonic() + min(wait_s, MAX_WAIT_S)
         while True:
             if self._closed:

@@ -1,10 +1,12 @@
 """A blocking client whose daemon stands still or dies, and whose other threads are still at it when it is closed."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from kvstore_client import BadRequest, Client, ConnectionLost, DeadlineExceeded
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, open_namespace
+from tests.integration.raw import stat
 
 _ASKS = 10
 """So many small requests, that the client makes them in the calling thread."""
@@ -43,6 +46,34 @@ def test_a_close_ends_the_calls_of_other_threads(daemon: DaemonProcess) -> None:
             thread.join(20)
         assert not any(thread.is_alive() for thread in threads)
         assert len(told) == 3
+
+
+def test_a_client_that_is_dropped_says_so_and_ends(tmp_path: Path) -> None:
+    def looping() -> int:
+        return sum(thread.name == "kvstore-client" for thread in threading.enumerate())
+
+    with DaemonProcess(tmp_path / "data", "--dram", "16MiB", "--ssd", "16MiB") as daemon:
+        before = looping()
+        client: Client | None = Client(daemon.endpoint)
+        assert client is not None
+        held = [open_namespace(client)]
+        for _ in range(_ASKS):
+            held[0].match(context(1), lease_s=0)
+        del client
+        gc.collect()
+        assert held[0].match(context(1), lease_s=0).pages == 0  # a namespace keeps its client
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            held.clear()
+        until = time.monotonic() + 20
+        while looping() > before or stat(daemon.http)["connections"]:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def test_a_host_without_an_address_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionLost, match=r"can't connect to nowhere\.invalid:7421: [A-Z]") as error:
+        Client("nowhere.invalid:7421", reconnect=0)
+    assert "Unknown error" not in error.value.message
 
 
 def test_a_deadline_is_not_waited_for_twice(daemon: DaemonProcess) -> None:

@@ -70,6 +70,13 @@ async def test_what_a_worker_is_given(tmp_path: Path, never_blocks: BlockBuster)
         check(store)
 
 
+async def test_no_worker_waits_where_no_work_can_come(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named(recipes=False))
+        with pytest.raises(Conflict, match="keeps no recipes"):
+            await store.rebuilding.claim(WORKER, "default", space, 20, 1)
+
+
 async def test_a_new_version_is_counted(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space = await text_only(store, (1, 2, 3), 1)
