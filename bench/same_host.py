@@ -23,7 +23,8 @@ from bench.report import Report, arguments
 from bench.striped_fetch import GIB, MIB, PAGE_TOKENS, ROTATION, blob_spec
 from kvstore_client import AsyncClient, Client
 from kvstore_client.blocking import Namespace as BlockingNamespace
-from kvstore_client.namespace import Match, Namespace
+from kvstore_client.match import Match
+from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
 Bytes = npt.NDArray[np.uint8]

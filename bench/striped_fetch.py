@@ -23,7 +23,8 @@ import numpy.typing as npt
 from bench.report import Report, arguments
 from kvstore.api.wire import Component, KVSpec
 from kvstore_client import AsyncClient
-from kvstore_client.namespace import Match, Namespace
+from kvstore_client.match import Match
+from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -11,7 +11,8 @@ from bench.peers.peer import MIB, ROTATION, Bytes, Meter, Moved, Peer, Shape
 from bench.striped_fetch import PAGE_TOKENS, blob_spec
 from kvstore.api.wire import Component, KVSpec
 from kvstore_client import AsyncClient, Client
-from kvstore_client.namespace import Match, Namespace
+from kvstore_client.match import Match
+from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
 _LAYER = 64 << 10

@@ -35,8 +35,10 @@ from kvstore_client.buffers import SharedBuffer
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.estimate import Costs, Estimate, TierRun
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
-from kvstore_client.namespace import Match, Namespace, PutResult
+from kvstore_client.match import Match
+from kvstore_client.namespace import Namespace
 from kvstore_client.openai_rebuild import OpenAIRebuilder
+from kvstore_client.put import PutResult
 from kvstore_client.rebuild import ELSEWHERE, AsyncRebuildWorker, Rebuilt, Wanted
 from kvstore_client.scattered import Scattered
 from kvstore_client.session import Session

@@ -21,10 +21,11 @@ from kvstore_client.buffers import SharedBuffer
 from kvstore_client.client import RECONNECT_S, AsyncClient
 from kvstore_client.direct import Direct, Elsewhere
 from kvstore_client.estimate import Costs, Estimate
-from kvstore_client.namespace import Match as AsyncMatch
+from kvstore_client.fetching import OnGroup
+from kvstore_client.match import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
-from kvstore_client.namespace import OnGroup, PutResult
 from kvstore_client.plan import Priority
+from kvstore_client.put import PutResult
 from kvstore_client.text import Given
 from kvstore_client.tokens import Extras, Tokens
 from kvstore_client.transfer import Progress

@@ -10,7 +10,8 @@ from kvstore.api.wire import PartRange
 from kvstore.api.wire.messages import Committed
 from kvstore_client import session, streams
 from kvstore_client.estimate import Estimate
-from kvstore_client.namespace import OnGroup, PutResult
+from kvstore_client.fetching import OnGroup
+from kvstore_client.put import PutResult
 from kvstore_client.tokens import Tokens
 from kvstore_client.transfer import Progress
 

@@ -12,7 +12,10 @@ from kvstore_client.plan import INTERACTIVE_BYTES, FetchPlan, Priority
 from kvstore_client.transfer import Progress, fetch_striped
 
 if TYPE_CHECKING:
-    from kvstore_client.namespace import Match
+    from kvstore_client.match import Match
+
+OnGroup = Callable[[int, int], None]
+"""Told of layers [lo, hi) once all their bytes are in the buffer, verified."""
 
 
 class Arrivals:

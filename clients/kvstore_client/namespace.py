@@ -3,208 +3,47 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, BadRequest, Busy, ConnectionLost, FrameType, Hints, KVSpec, NotFound, PartRange
+from kvstore.api.wire import DIGEST_BYTES, BadRequest, FrameType, Hints, KVSpec, NotFound, PartRange
 from kvstore.api.wire.messages import (
     Affected,
-    Commit,
     Committed,
     Empty,
-    HintsMeta,
     Matched,
     MatchRequest,
     NamespaceInfo,
     NamespaceName,
-    PartRunMeta,
     Pinned,
     Prefetched,
     Prefix,
-    PutReady,
     PutStart,
 )
-from kvstore.api.wire.same_host import Place, unpack_places
 from kvstore_client.arguments import FLAG, PUT_ID, checked, instance, readable, writable
-from kvstore_client.blocks import Block, PageBlobs, PageShape
-from kvstore_client.connection import Connection
+from kvstore_client.blocks import PageShape
+from kvstore_client.convert import hints_meta, part_list, part_runs
 from kvstore_client.direct import Elsewhere, current
 from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
-from kvstore_client.fetching import fetch_blocks
-from kvstore_client.linked import LINK_STRIPE
-from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
-from kvstore_client.plan import INTERACTIVE_BYTES, Priority, layer_groups, page_parts
-from kvstore_client.put_layout import PutLayout, check_alone
-from kvstore_client.scattered import Scattered, ScatteredLayout
+from kvstore_client.fetching import OnGroup, fetch_blocks
+from kvstore_client.match import Match
+from kvstore_client.plan import Priority, layer_groups, page_parts
+from kvstore_client.put import PUT_BYTES, PUT_PAGES, PutResult, in_all, put_once
+from kvstore_client.put_layout import check_alone
+from kvstore_client.scattered import Scattered, laid_out
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given, TextCalls
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
-from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, abort_put, put_at_once, send_striped
+from kvstore_client.transfer import Progress
 from kvstore_client.view import LocalView, view_parts
-from kvstore_client.waiting import Patience
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
 
 _SHAPES = 256
 """How many shapes of pages are kept."""
-PUT_PAGES = 4096
-PUT_BYTES = 64 << 20
-"""A put is sent in commits of about so many bytes, the front of the prefix first."""
-
-OnGroup = Callable[[int, int], None]
-"""Told of layers [lo, hi) once all their bytes are in the buffer, verified."""
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    """Pages that are new in the store, that had a version already, and that still lack what other shards of the put id bring."""
-
-    new_pages: int
-    existing_pages: int
-    pending_pages: int = 0
-
-
-@dataclass(slots=True)
-class Match:
-    """A matched prefix, up to the longest usable boundary: `pages` whole pages, `tokens` tokens.
-
-    While its lease lasts, none of it is evicted. The store knows `known_pages` pages, but beyond `pages` a window or state
-    is missing. `dram_pages` of the pages are in the daemon's DRAM (-1 if parts were not asked for). `boundaries` are all
-    usable ones as half-open runs, if asked for. The `estimate`, if asked for and there is a page, says what to load of it and
-    what to compute.
-    """
-
-    pages: int
-    tokens: int
-    known_pages: int
-    boundaries: list[tuple[int, int]]
-    dram_pages: int
-    lease: int
-    endpoint: str
-    epoch: int
-    namespace: "Namespace"
-    _runs: list[tuple[int, int, tuple[PartRange, ...]]] = field(repr=False)
-    _ids: bytes = field(repr=False)
-    estimate: Estimate | None = None
-    _cut: "Match | None" = field(default=None, repr=False)
-    """As far as it is best loaded, where that takes other parts."""
-    rebuildable_pages: int = -1
-    """Pages after `pages` that are gone, but can be computed again (-1 if that was not asked)."""
-    _ends: float = field(default=0.0, repr=False)
-    """When the lease is over by this client's clock: a little before it is by the daemon's."""
-    _session: bytes = field(default=b"", repr=False)
-    _places: bytes = field(default=b"", repr=False)
-    _by_blob: dict[bytes, Place | None] | None = field(default=None, repr=False)
-
-    @property
-    def valid(self) -> bool:
-        """Whether the lease still holds, as far as can be known here: neither released nor expired, and the daemon still ours."""
-        pool = self.namespace.client.pool
-        return self.lease != 0 and time.monotonic() < self._ends and (pool.epoch, pool.session) == (self.epoch, self._session)
-
-    @checked()
-    async def renew(self, lease_s: float) -> None:
-        """Let the lease last `lease_s` seconds from now. Raises NotFound if it is over."""
-        ends = time.monotonic() + lease_s
-        await self.namespace.client.renew(self.lease, lease_s)
-        self._ends = ends
-
-    @property
-    def near(self) -> bool:
-        """Whether all of it was in shared memory when it was matched."""
-        return bool(self._places) and self.dram_pages == self.pages
-
-    def places(self) -> dict[bytes, Place | None]:
-        """Where each blob was in shared memory when it was matched; empty if that is not known."""
-        if self._by_blob is None:
-            width, ids = DIGEST_BYTES, self._ids
-            self._by_blob = dict(
-                zip((ids[i : i + width] for i in range(0, len(ids), width)), unpack_places(self._places), strict=True)
-                if self._places
-                else ()
-            )
-        return self._by_blob
-
-    async def release(self) -> None:
-        """End the lease. Harmless if it is over already."""
-        if self.lease:
-            lease, self.lease = self.lease, 0
-            try:
-                await self.namespace.client.release(lease)
-            except (Elsewhere, ConnectionLost):  # of a line
-                self.lease = lease
-                raise
-
-    async def __aenter__(self) -> "Match":
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.release()
-
-    def up_to(self, plan: Estimate) -> "Match":
-        """The part of it that is to be loaded by its estimate, under the same lease. Raises BadRequest for that of another match."""
-        if plan != self.estimate:
-            raise BadRequest("the plan is not the estimate of this match")
-        return self if plan.pages == self.pages else self._cut or replace(self, pages=plan.pages, tokens=plan.tokens, lease=0)
-
-    def there(self) -> list[int]:
-        """The pages that there are parts of: all of them, but for a match with holes."""
-        return [page for first, pages, _ in self._runs for page in range(first, first + pages)]
-
-    def parts(self) -> Iterator[tuple[int, PartRange, bytes]]:
-        """Every part to load, as page, range and blob id."""
-        at = 0
-        for first, pages, ranges in self._runs:
-            for page in range(first, first + pages):
-                for part in ranges:
-                    yield page, part, self._ids[at : at + DIGEST_BYTES]
-                    at += DIGEST_BYTES
-
-    def usable_boundaries(self) -> npt.NDArray[np.int64]:
-        """All usable boundaries in pages, rising; what ranks intersect to agree on one."""
-        runs = [np.arange(low, high) for low, high in self.boundaries]
-        return np.concatenate(runs) if runs else np.zeros(0, np.int64)
-
-    def pages_of(self, component: int) -> tuple[int, int]:
-        """The pages [first, last) on which a component is needed to go on from this boundary."""
-        needed = self.namespace.spec.boundary_pages(component)
-        return (max(self.pages - needed, 0) if needed else 0), self.pages
-
-    def blocks(self, first: int, last: int, wanted: PartRange, groups: list[PartRange] | None = None) -> list[Block]:
-        """What to fetch for the wanted part of the pages [first, last), laid out page after page; group after group.
-
-        Raises NotFound if some of them are not there, which only happens to a match with holes.
-        """
-        spec = self.namespace.spec
-        size = spec.part_bytes(wanted)
-        layer = size // (wanted.layer_hi - wanted.layer_lo)
-        runs: list[tuple[tuple[PartRange, ...], PageBlobs, range]] = []
-        at, there = 0, 0
-        for run_first, pages, ranges in self._runs:
-            width = DIGEST_BYTES * len(ranges)
-            low, high = max(run_first, first), min(run_first + pages, last)
-            if low < high:
-                ids = self._ids[at + (low - run_first) * width : at + (high - run_first) * width]
-                runs.append((ranges, PageBlobs(ids, len(ranges)), range((low - first) * size, (high - first) * size, size)))
-                there += high - low
-            at += width * pages
-        if there != last - first:
-            raise NotFound(f"some of the pages [{first}, {last}) are not there: this match has holes")
-        found: list[Block] = []
-        for number, group in enumerate(groups or [wanted]):
-            shift = (group.layer_lo - wanted.layer_lo) * layer
-            for ranges, blobs, targets in runs:
-                shifted = range(targets.start + shift, targets.stop + shift, size)
-                found.append(Block(self.namespace.shape(ranges, group), blobs, 0, shifted, number))
-        return found
 
 
 class Namespace(TextCalls):
@@ -258,7 +97,7 @@ class Namespace(TextCalls):
         started = time.monotonic()
         bound = self.client.timeout + rebuild_s if timeout is None and rebuild_s else timeout
         found, ids = await self.client.call(FrameType.MATCH, message, Matched, payload, bound)
-        runs, cut_runs = _part_runs(found.runs), _part_runs(found.cut_runs)
+        runs, cut_runs = part_runs(found.runs), part_runs(found.cut_runs)
         own, cut = (DIGEST_BYTES * sum(pages * len(parts) for _, pages, parts in of) for of in (runs, cut_runs))
         match = Match(
             found.pages, found.tokens, found.known_pages, found.boundaries, found.dram_pages, found.lease, found.endpoint, found.epoch,
@@ -380,17 +219,9 @@ class Namespace(TextCalls):
             raise BadRequest(f"a put from page {first_page} on")
         first_page = max(first_page, start)
         total = start + len(raw) // 4 // self.spec.label_words
-        if isinstance(data, Scattered):
-            if len(parts) != 1:
-                raise BadRequest(f"{len(parts)} parts of scattered pages: put them one part at a time")
-            layout: PutLayout = ScatteredLayout(self.spec, parts[0], first_page, total, spans, data)
-            source = data.memory
-        else:
-            layout, source = PutLayout(self.spec, parts, first_page, total, spans), readable(data)
-            if len(source) != layout.nbytes:
-                raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")
+        layout, source = laid_out(self.spec, parts, first_page, total, spans, data)
         put_id = put_id or secrets.token_bytes(DIGEST_BYTES)
-        done = PutResult(0, 0, 0)
+        done: list[Committed] = []
         async with self.client.deadline(timeout):
             for first, last in layout.commits(PUT_PAGES, PUT_BYTES):
                 ranges, its_spans = layout.between(first, last)
@@ -404,11 +235,8 @@ class Namespace(TextCalls):
                     hints=hints_meta(hints), recipe_kind=recipe.kind if recipe is not None else "",
                     recipes=recipe.of(first - first_page, last - first_page, total - first_page) if recipe is not None else [],
                 )  # fmt: skip
-                one = await self._put_once(message, payload, source, layout, whole_s, progress)
-                done = PutResult(
-                    done.new_pages + one.new_pages, done.existing_pages + one.existing_pages, done.pending_pages + one.pending_pages
-                )
-        return done
+                done.append(await put_once(self.client, message, payload, source, layout, whole_s, progress))
+        return in_all(done)
 
     async def _put_flat(
         self, digests: memoryview, data: Any, parts: tuple[PartRange, ...], durable: bool, whole_s: float, put_id: bytes | None,
@@ -432,67 +260,7 @@ class Namespace(TextCalls):
             )
             for page, its in enumerate(each)
         ]  # fmt: skip
-        done = await asyncio.gather(*puts)
-        return PutResult(sum(d.new_pages for d in done), sum(d.existing_pages for d in done), sum(d.pending_pages for d in done))
-
-    async def _put_once(
-        self, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float,
-        progress: Progress | None = None,
-    ) -> Committed:  # fmt: skip
-        """One commit. A put that is cut off is put again: whoever commits a page first wins, so that is harmless."""
-        at_once = layout.total - layout.first_page <= PUT_PAGES
-
-        async def attempt() -> Committed:
-            with self.client.pool.bulk(layout.nbytes > INTERACTIVE_BYTES):
-                return await once_there_is_room()
-
-        async def once_there_is_room() -> Committed:
-            nonlocal at_once
-            with Patience() as patience:
-                while True:
-                    near = await near_connection(self.client, layout.nbytes)
-                    most = NEAR_AT_ONCE_BYTES if near is not None else AT_ONCE_BYTES if self.client.pool.spread > 1 else ALONE_AT_ONCE_BYTES
-                    if near is None and self.client.pool.several:
-                        most = LINK_STRIPE  # more is faster over all of them
-                    message.handle = secrets.randbits(62) + 1 if at_once and layout.nbytes <= most else 0
-                    try:
-                        return await self._put_attempt(near, message, payload, data, layout, whole_s, progress)
-                    except Busy as busy:
-                        at_once = False  # next time it is only sent when there is room
-                        await patience.wait(busy)
-
-        return await self.client.pool.retry(attempt)
-
-    async def _put_attempt(
-        self, near: Connection | None, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout,
-        whole_s: float, progress: Progress | None,
-    ) -> Committed:  # fmt: skip
-        pool, parts, whole_ms = self.client.pool, [PartRange(*p) for p in message.parts], milliseconds(whole_s)
-        if message.handle:
-            handle = message.handle
-            connection = near or await pool.first()
-            wanted = [(part, *span) for part, span in enumerate(message.spans or [(layout.first_page, layout.total)] * len(parts))]
-        else:
-            connection = await pool.first()
-            ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
-            handle, wanted = ready.handle, ready.wanted
-        commit = Commit(handle=handle, wait_ms=10_000, whole_ms=whole_ms)
-        try:
-            frames = layout.frames(wanted, parts, LINK_STRIPE if near is None and pool.several else MAX_BULK_PAYLOAD)
-            if message.handle and near is not None:
-                return await put_near_at_once(self.client, near, message, payload, frames, data, commit, progress)
-            if message.handle:
-                return await put_at_once(connection, message, payload, frames, data, commit, progress)
-            if near is not None and (done := await put_near(self.client, near, commit, frames, data, progress)) is not None:
-                return done
-            await send_striped(pool, handle, frames, data, progress)
-            if pool.several:
-                connection = await pool.first()  # the daemon has all slices, and the link that PUT went over may be gone
-            committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
-        except BaseException:  # whatever it was: the put must not stay open, with its slots
-            await asyncio.shield(abort_put(pool, handle, connection))
-            raise
-        return committed
+        return in_all(await asyncio.gather(*puts))
 
     # --- streams -------------------------------------------------------------------------------------------------------
 
@@ -591,19 +359,3 @@ class Namespace(TextCalls):
         extra_pages, payload = with_extras(token_view(tokens), extras)
         message = Prefix(namespace=self.id, extra_pages=extra_pages, first_page=first_page, last_page=last_page, ttl_ms=ttl_ms)
         return await self.client.call(kind, message, reply, payload, timeout)
-
-
-def _part_runs(metas: list[PartRunMeta]) -> list[tuple[int, int, tuple[PartRange, ...]]]:
-    return [(run.first_page, run.pages, tuple(PartRange(*part) for part in run.parts)) for run in metas]
-
-
-def hints_meta(hints: Hints | None) -> HintsMeta | None:
-    """Hints as messages carry them."""
-    if hints is None:
-        return None
-    return HintsMeta(session=hints.session_id, turn=hints.turn or "", ended=hints.ended or "", ttl_ms=milliseconds(hints.ttl_s))
-
-
-def part_list(ranges: list[PartRange]) -> list[tuple[int, int, int, int, int]]:
-    """Part ranges as messages carry them."""
-    return [(r.component, r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in ranges]

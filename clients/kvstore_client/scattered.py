@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.api.wire import BadRequest, KVSpec, PartRange
+from kvstore_client.arguments import readable
 from kvstore_client.blocks import Block
 from kvstore_client.put_layout import PutLayout, SliceFrame
 
 if TYPE_CHECKING:
-    from kvstore_client.namespace import Match
+    from kvstore_client.match import Match
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +81,17 @@ class ScatteredLayout(PutLayout):
             group.append((start, slice_bytes))
             at, size = at + slice_bytes, size + slice_bytes
         yield SliceFrame(page, part, first, tuple(group))
+
+
+def laid_out(
+    spec: KVSpec, parts: tuple[PartRange, ...], first_page: int, total: int, spans: tuple[tuple[int, int], ...] | None, data: Any
+) -> tuple[PutLayout, memoryview]:
+    """How the pages [first_page, total) of a put lie in the caller's memory, and that memory. Raises BadRequest if they don't."""
+    if isinstance(data, Scattered):
+        if len(parts) != 1:
+            raise BadRequest(f"{len(parts)} parts of scattered pages: put them one part at a time")
+        return ScatteredLayout(spec, parts[0], first_page, total, spans, data), data.memory
+    layout, source = PutLayout(spec, parts, first_page, total, spans), readable(data)
+    if len(source) != layout.nbytes:
+        raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")
+    return layout, source

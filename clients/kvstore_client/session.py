@@ -14,7 +14,9 @@ from kvstore_client.tokens import Tokens, token_view
 from kvstore_client.transfer import Progress
 
 if TYPE_CHECKING:
-    from kvstore_client.namespace import Match, Namespace, PutResult
+    from kvstore_client.match import Match
+    from kvstore_client.namespace import Namespace
+    from kvstore_client.put import PutResult
 
 _ID_BYTES = 16
 

@@ -15,7 +15,7 @@ from kvstore_client.near import NearBlob
 from kvstore_client.plan import page_parts
 
 if TYPE_CHECKING:
-    from kvstore_client.namespace import Match
+    from kvstore_client.match import Match
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvstore_client import KVStoreError
-from kvstore_client.namespace import Match
+from kvstore_client.match import Match
 
 T = TypeVar("T")
 

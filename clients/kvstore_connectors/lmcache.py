@@ -23,7 +23,8 @@ with needs("LMCache 0.5.6", "pip install lmcache==0.5.6", "docs/lmcache.md"):
     from lmcache.v1.platform import create_event_notifier
 
 from kvstore_client import BadRequest, Conflict, NotFound
-from kvstore_client.namespace import Match, Namespace
+from kvstore_client.match import Match
+from kvstore_client.namespace import Namespace
 from kvstore_connectors.hashed_link import LinkOptions, StoreLink
 from kvstore_connectors.hashed_pages import labels, scattered
 from kvstore_connectors.lmcache_spaces import Layout, Space, label_of, layout_asked, space_of

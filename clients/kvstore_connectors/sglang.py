@@ -20,7 +20,8 @@ with needs("SGLang 0.5.23", "pip install sglang==0.5.23", "docs/sglang.md"):
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvstore_client import BadRequest, NotFound, Scattered
-from kvstore_client.namespace import Match, Namespace
+from kvstore_client.match import Match
+from kvstore_client.namespace import Namespace
 from kvstore_connectors.hashed_link import LinkOptions, StoreLink
 from kvstore_connectors.hashed_pages import labels, scattered
 from kvstore_connectors.sglang_pools import HostPool, PageForm, PageSpace, Shard, key_label, tensor_kind, tensor_rows

@@ -1,7 +1,7 @@
 """What tests of shared memory share: contexts near and far, and proof of which way the bytes came."""
 
 from kvstore_client import AsyncClient
-from kvstore_client.namespace import Match
+from kvstore_client.match import Match
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.raw import stat
 

@@ -13,7 +13,8 @@ import pytest
 from kvstore.api.wire import FrameType
 from kvstore.api.wire.messages import Close, Empty
 from kvstore_client import AsyncClient, BadRequest, Client, Component, Conflict, ConnectionLost, KVSpec, PartRange
-from kvstore_client.namespace import Match, Namespace
+from kvstore_client.match import Match
+from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from kvstore_workers.linked_hosts import LinkedHosts
 

@@ -1,0 +1,104 @@
+"""One put of pages that lie in the caller's buffer: cut into commits, each sent by the fastest way there is.
+
+Streams of layers are in streams.py.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.api.wire import MAX_BULK_PAYLOAD, Busy, FrameType, PartRange
+from kvstore.api.wire.messages import Commit, Committed, PutReady, PutStart
+from kvstore_client.connection import Connection
+from kvstore_client.linked import LINK_STRIPE
+from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
+from kvstore_client.plan import INTERACTIVE_BYTES
+from kvstore_client.put_layout import PutLayout
+from kvstore_client.times import milliseconds
+from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, abort_put, put_at_once, send_striped
+from kvstore_client.waiting import Patience
+
+if TYPE_CHECKING:
+    from kvstore_client.client import AsyncClient
+
+PUT_PAGES = 4096
+PUT_BYTES = 64 << 20
+"""A put is sent in commits of about so many bytes, the front of the prefix first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """Pages that are new in the store, that had a version already, and that still lack what other shards of the put id bring."""
+
+    new_pages: int
+    existing_pages: int
+    pending_pages: int = 0
+
+
+def in_all(done: Iterable[PutResult | Committed]) -> PutResult:
+    """What several commits, or puts, came to."""
+    counts = [(one.new_pages, one.existing_pages, one.pending_pages) for one in done]
+    return PutResult(*(sum(column) for column in zip((0, 0, 0), *counts, strict=True)))
+
+
+async def put_once(
+    client: "AsyncClient", message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float,
+    progress: Progress | None = None,
+) -> Committed:  # fmt: skip
+    """One commit. A put that is cut off is put again: whoever commits a page first wins, so that is harmless."""
+    at_once = layout.total - layout.first_page <= PUT_PAGES
+
+    async def attempt() -> Committed:
+        with client.pool.bulk(layout.nbytes > INTERACTIVE_BYTES):
+            return await once_there_is_room()
+
+    async def once_there_is_room() -> Committed:
+        nonlocal at_once
+        with Patience() as patience:
+            while True:
+                near = await near_connection(client, layout.nbytes)
+                most = NEAR_AT_ONCE_BYTES if near is not None else AT_ONCE_BYTES if client.pool.spread > 1 else ALONE_AT_ONCE_BYTES
+                if near is None and client.pool.several:
+                    most = LINK_STRIPE  # more is faster over all of them
+                message.handle = secrets.randbits(62) + 1 if at_once and layout.nbytes <= most else 0
+                try:
+                    return await _attempt(client, near, message, payload, data, layout, whole_s, progress)
+                except Busy as busy:
+                    at_once = False  # next time it is only sent when there is room
+                    await patience.wait(busy)
+
+    return await client.pool.retry(attempt)
+
+
+async def _attempt(
+    client: "AsyncClient", near: Connection | None, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout,
+    whole_s: float, progress: Progress | None,
+) -> Committed:  # fmt: skip
+    pool, parts, whole_ms = client.pool, [PartRange(*p) for p in message.parts], milliseconds(whole_s)
+    if message.handle:
+        handle = message.handle
+        connection = near or await pool.first()
+        wanted = [(part, *span) for part, span in enumerate(message.spans or [(layout.first_page, layout.total)] * len(parts))]
+    else:
+        connection = await pool.first()
+        ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
+        handle, wanted = ready.handle, ready.wanted
+    commit = Commit(handle=handle, wait_ms=10_000, whole_ms=whole_ms)
+    try:
+        frames = layout.frames(wanted, parts, LINK_STRIPE if near is None and pool.several else MAX_BULK_PAYLOAD)
+        if message.handle and near is not None:
+            return await put_near_at_once(client, near, message, payload, frames, data, commit, progress)
+        if message.handle:
+            return await put_at_once(connection, message, payload, frames, data, commit, progress)
+        if near is not None and (done := await put_near(client, near, commit, frames, data, progress)) is not None:
+            return done
+        await send_striped(pool, handle, frames, data, progress)
+        if pool.several:
+            connection = await pool.first()  # the daemon has all slices, and the link that PUT went over may be gone
+        committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
+    except BaseException:  # whatever it was: the put must not stay open, with its slots
+        await asyncio.shield(abort_put(pool, handle, connection))
+        raise
+    return committed
