@@ -6,7 +6,7 @@ from pydantic import Field
 
 from kvstore.api.models import ReplyModel, WaitS
 from kvstore.api.prefix_models import PREFIX, FromToken, PrefixBody, exactly_one
-from kvstore.store.space import Rebuild
+from kvstore.store.settings import Rebuild
 
 
 class DropBody(PrefixBody):

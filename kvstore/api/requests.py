@@ -38,7 +38,7 @@ from kvstore.errors import BadRequest, Busy
 from kvstore.hints import Hints
 from kvstore.kvspec import KVSpec
 from kvstore.store import Ack, NamespaceSettings, PutRequest
-from kvstore.store.space import Rebuild
+from kvstore.store.settings import Rebuild
 
 MAX_COMMIT_WAIT_MS = 60_000
 MAX_COPIED_BYTES = 1 << 40

@@ -6,7 +6,8 @@ from kvstore.store.matching import Match
 from kvstore.store.part_table import PartRun, PartTable
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult
 from kvstore.store.reading import Held
-from kvstore.store.space import NamespaceSettings, Space
+from kvstore.store.settings import NamespaceSettings
+from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.store.store_config import StoreConfig
 

@@ -18,8 +18,10 @@ from kvstore.radix.loading import TreeLoad
 from kvstore.store.check import check_blobs
 from kvstore.store.datadir import DataDir
 from kvstore.store.recovery import prepare
-from kvstore.store.space import NamespaceSettings, Space, Trash
+from kvstore.store.settings import NamespaceSettings
+from kvstore.store.space import Space
 from kvstore.store.stats import Stats
+from kvstore.store.trash import Trash
 from kvstore.store.verify import MAX_DAMAGE, CheckProgress, CheckReport, NamespaceChecked, check_recipes, needed_by, note_losses
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.ssd import BlobFile

@@ -23,7 +23,8 @@ from kvstore.radix.journal import Journal, NamespaceRecord, RecordBatch, RecordG
 from kvstore.radix.load_plan import LoadPlan, plan_load
 from kvstore.radix.loading import TreeLoad
 from kvstore.radix.pages import DURABLE, Slots
-from kvstore.store.space import NamespaceSettings, Space
+from kvstore.store.settings import NamespaceSettings
+from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.store.writeback import Writeback
 

@@ -3,18 +3,14 @@
 Everything here is bookkeeping on the loop's thread: no await, no I/O. What has to be deleted on disk is queued in `Trash`.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import ColumnSpec, distinct
-from kvstore.errors import BadRequest
-from kvstore.kvspec import KVSpec, PartRange, namespace_digest
-from kvstore.prefill import Prefill
+from kvstore.columns import distinct
+from kvstore.kvspec import PartRange
 from kvstore.radix.below import with_all_below
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
@@ -22,152 +18,20 @@ from kvstore.radix.pages import DURABLE, GHOST, RECIPE, Slots
 from kvstore.radix.tree import EMPTY_PATH, Extras, NewPages, Path, RadixTree, Removed
 from kvstore.radix.usefulness import useless_parts
 from kvstore.store.session_ends import SessionEnds
+from kvstore.store.settings import NamespaceSettings
 from kvstore.store.stats import Stats
+from kvstore.store.trash import Trash
+from kvstore.store.watchers import Follower, Nobody, TextTier, Watcher
 from kvstore.tiers.blobs import NO_SLOT, BlobTable, stored_bytes
 from kvstore.tiers.dram import Arena
 
-_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,200}")
 WANTED = 2
 """Page flag: part of a batch being put together, so not to be evicted from SSD to make room for it."""
 ALL = 0xFFFF
 """The mask of all components."""
-Rebuild = Literal["exact", "tolerant", "never"]
-"""What a namespace makes of pages that are computed again: they must come out as they were (else they are a new version), they count
-as equally good, or nothing can be computed again, so that nothing is discarded."""
-REBUILDS: tuple[Rebuild, ...] = ("exact", "tolerant", "never")
 OWNER_SHIFT = 32
 OWNER_ROW = (1 << OWNER_SHIFT) - 1
 """A DRAM slot's owner, as the arena notes it: the namespace's number, then the blob's row."""
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceSettings:
-    """What a namespace was created with. Pages acknowledged as durable are kept at least `retention_s` seconds.
-
-    Pages that nobody used for `ttl_s` seconds are removed, once their retention is over; 0 keeps them while there is room.
-    With `recipes`, a page is discarded only once its recipe is durable, unless it is `lossy`: then pages may be lost without one.
-    """
-
-    tenant: str
-    name: str
-    fingerprint: str
-    spec: KVSpec
-    recipes: bool = False
-    retention_s: int = 86_400
-    ttl_s: int = 0
-    rebuild: Rebuild = "exact"
-    lossy: bool = False
-    prefill: Prefill | None = None
-    """What computing its pages costs, if somebody has said so."""
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise BadRequest(f"the name {self.name[:100]!r} is not 1 to 200 letters, digits and ._:@- characters")
-        if not self.fingerprint:
-            raise BadRequest("the model fingerprint is empty: compute one, or give an explicit revision")
-        if not 0 <= self.retention_s <= 10 * 365 * 86_400:
-            raise BadRequest(f"retention_s is {self.retention_s}, not 0 to ten years")
-        if not 0 <= self.ttl_s <= 10 * 365 * 86_400:
-            raise BadRequest(f"ttl_s is {self.ttl_s}, not 0 (none) to ten years")
-        if self.recipes and self.spec.hash_bytes:
-            raise BadRequest("recipes are made of token ids, and this namespace is given only digests")
-        if self.rebuild not in REBUILDS:
-            raise BadRequest(f"rebuild is {str(self.rebuild)[:40]!r}, not one of {', '.join(REBUILDS)}")
-        if self.rebuild == "never" and (self.recipes or self.lossy):
-            raise BadRequest("rebuild = never says that pages can't be computed again: it goes with neither recipes nor lossy")
-        if not any(c.kind == "full" for c in self.spec.components):
-            raise BadRequest("a KV spec has at least one component of kind full: it is what makes a page")
-
-    @property
-    def digest(self) -> bytes:
-        """The namespace's identity (32 bytes): over tenant, fingerprint and spec."""
-        return namespace_digest(self.tenant, self.fingerprint, self.spec)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data. What is at its default is left out where daemons before it knew nothing of it."""
-        data: dict[str, Any] = {
-            "tenant": self.tenant, "name": self.name, "fingerprint": self.fingerprint,
-            "spec": self.spec.to_dict(), "recipes": self.recipes, "retention_s": self.retention_s,
-        }  # fmt: skip
-        later: dict[str, Any] = {
-            "ttl_s": self.ttl_s, "rebuild": self.rebuild if self.rebuild != "exact" else "", "lossy": self.lossy,
-            "prefill": [self.prefill.base_s, self.prefill.slope_s] if self.prefill else None,
-        }  # fmt: skip
-        return data | {name: value for name, value in later.items() if value}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "NamespaceSettings":
-        """The inverse of `to_dict`."""
-        prefill = Prefill(*data["prefill"]) if "prefill" in data else None
-        return cls(**{**data, "spec": KVSpec.from_dict(data["spec"]), "prefill": prefill})
-
-
-@dataclass(slots=True)
-class Trash:
-    """What is gone from memory and still has to be deleted on disk: record keys, and blobs as (number, id, stored bytes).
-
-    `outdated` are records that name blobs (by row, each pinned and counted as durable once) which their pages no longer have:
-    they are written anew before the blobs are deleted. `namespaces` are the numbers of dropped ones, of which all is to go.
-    """
-
-    records: list[tuple[int, bytes]] = field(default_factory=list)
-    blobs: list[tuple[int, bytes, int]] = field(default_factory=list)
-    outdated: list["tuple[Space, bytes, list[int]]"] = field(default_factory=list)
-    namespaces: list[int] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.records or self.blobs or self.outdated or self.namespaces)
-
-
-class Watcher(Protocol):
-    """Who is told where pages go, in the loop's thread. `specs` are the columns that it keeps beside those of the tree's pages."""
-
-    specs: Sequence[ColumnSpec]
-
-    def written(self, space: "Space", slot: int) -> None:
-        """A page is on SSD now."""
-        return
-
-    def loaded(self, space: "Space") -> None:
-        """All pages are back from the journal: what is durable is on SSD."""
-        return
-
-    def unwritten(self, space: "Space", slot: int) -> None:
-        """A page is not on SSD any more."""
-        return
-
-    def buried(self, space: "Space", slots: Slots) -> None:
-        """Pages were given up in all tiers, and are ghosts now."""
-        return
-
-    def forgotten(self, space: "Space", slots: Slots) -> None:
-        """Ghosts are about to be removed for good."""
-        return
-
-
-class TextTier(Protocol):
-    """Who writes the recipes of a namespace."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits to be written."""
-
-    def entered(self, space: "Space", keys: bytes) -> None:
-        """Consecutive pages have entered the tree, or gained parts."""
-
-
-class Follower(Protocol):
-    """Who is told what becomes of the pages of a namespace in DRAM."""
-
-    def entered(self, keys: bytes, blobs: Slots) -> None:
-        """Consecutive pages have entered the tree, with these blob rows."""
-
-    def moved(self, row: int) -> None:
-        """A blob came to DRAM, or left it."""
-
-
-class _Nobody(Watcher):
-    specs = ()
 
 
 class Space:
@@ -183,7 +47,7 @@ class Space:
         self.digest = settings.digest
         self.id = self.digest[:16].hex()
         self.max_ghosts = max_ghosts
-        self._watcher = watcher or _Nobody()
+        self._watcher = watcher or Nobody()
         self.tree = RadixTree(self.digest, self.spec.label_words, max_pages, ComponentRules.of(self.spec), self._watcher.specs)
         self.blobs = BlobTable(2 * max_pages)
         self.dropped = False

@@ -43,14 +43,16 @@ from kvstore.store.replacement import DRAM, SSD, Replacement
 from kvstore.store.residency import Residency
 from kvstore.store.scrub import Scrubber
 from kvstore.store.session_ends import SessionEnds
+from kvstore.store.settings import NamespaceSettings
 from kvstore.store.sharing import Sharing
-from kvstore.store.space import NamespaceSettings, Space, Trash
+from kvstore.store.space import Space
 from kvstore.store.spaces import Spaces
 from kvstore.store.spares import bytes_on_ssd
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.store_config import StoreConfig
 from kvstore.store.tier_events import BothWatch, TierEvents
+from kvstore.store.trash import Trash
 from kvstore.store.upkeep import Orphans, flush, give_back
 from kvstore.store.uses import Uses
 from kvstore.store.vacate import Vacator

@@ -20,7 +20,9 @@ from kvstore.columns import ColumnSpec, column, distinct
 from kvstore.digests import KEY_BYTES, NO_EXTRA
 from kvstore.radix.pages import DURABLE, GHOST, Slots
 from kvstore.radix.structure import ROOT
-from kvstore.store.space import NamespaceSettings, Space, Watcher
+from kvstore.store.settings import NamespaceSettings
+from kvstore.store.space import Space
+from kvstore.store.watchers import Watcher
 from kvstore.tiers.blobs import NO_SLOT
 
 DRAM, SSD = 1, 2

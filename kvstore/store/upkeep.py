@@ -10,7 +10,8 @@ import numpy as np
 
 from kvstore.errors import KVStoreError
 from kvstore.radix.pages import DURABLE
-from kvstore.store.space import Space, Trash
+from kvstore.store.space import Space
+from kvstore.store.trash import Trash
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.ssd import BlobFile
 

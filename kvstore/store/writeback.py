@@ -23,9 +23,10 @@ from kvstore.radix.pages import DURABLE
 from kvstore.store.backlog import Backlog, WriteRequest
 from kvstore.store.mending import Mending
 from kvstore.store.quotas import SsdBudget
-from kvstore.store.space import Space, Trash
+from kvstore.store.space import Space
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
+from kvstore.store.trash import Trash
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.ssd import BlobBatch, BlobFile
 
