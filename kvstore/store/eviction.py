@@ -14,8 +14,8 @@ from kvstore.radix.leaf_first import least
 from kvstore.radix.pages import DURABLE, RECIPE, Slots
 from kvstore.store.space import WANTED, Space
 from kvstore.tiers.blobs import NO_SLOT
-from kvstore.tiers.dram import slot_bytes_for
 from kvstore.tiers.policies import Values
+from kvstore.tiers.segments import slot_bytes_for
 
 
 @dataclass(frozen=True, slots=True)

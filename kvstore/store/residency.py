@@ -19,8 +19,9 @@ from kvstore.store.spares import Spares
 from kvstore.store.stats import Stats
 from kvstore.store.vacate import Vacator
 from kvstore.store.writeback import Writeback
-from kvstore.tiers.dram import Arena, Room, SlotClass, make_segment
+from kvstore.tiers.dram import Arena
 from kvstore.tiers.policies import Values
+from kvstore.tiers.segments import Room, SlotClass, make_segment
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.watermarks import Watermarks
 

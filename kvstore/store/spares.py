@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from kvstore.errors import KVStoreError
 from kvstore.store.space import Space
-from kvstore.tiers.dram import Arena, SlotClass
+from kvstore.tiers.dram import Arena
+from kvstore.tiers.segments import SlotClass
 
 _log = logging.getLogger("kvstore.mover")
 

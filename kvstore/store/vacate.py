@@ -16,7 +16,8 @@ import numpy.typing as npt
 from kvstore.store.space import OWNER_ROW, OWNER_SHIFT, Space
 from kvstore.store.stats import Stats
 from kvstore.store.waits import finish_despite_cancel
-from kvstore.tiers.dram import Arena, Segment, close_segments
+from kvstore.tiers.dram import Arena
+from kvstore.tiers.segments import Segment, close_segments
 from kvstore.tiers.vacating import MoveBudget, choose
 
 _log = logging.getLogger("kvstore.mover")

@@ -7,7 +7,8 @@ import pytest
 from kvstore.errors import Busy
 from kvstore.store.sharing import SharedSegment, Sharing
 from kvstore.store.stats import Stats
-from kvstore.tiers.dram import Arena, close_segments, make_segment
+from kvstore.tiers.dram import Arena
+from kvstore.tiers.segments import close_segments, make_segment
 
 ALICE, ALICE_TOO, BOB = 1, 2, 3
 

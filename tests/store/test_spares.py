@@ -11,7 +11,8 @@ import pytest
 from kvstore.errors import Busy
 from kvstore.store import Ack, NamespaceSettings, Store
 from kvstore.store.check import check
-from kvstore.tiers.dram import Arena, Room, SlotClass
+from kvstore.tiers.dram import Arena
+from kvstore.tiers.segments import Room, SlotClass
 from tests.store.test_arriving import LARGE, MIB, put_large
 from tests.store.test_store import SPEC, config, put, settings_named
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.tiers.dram import Arena, SlotClass, close_segments, make_segment
+from kvstore.tiers.dram import Arena
+from kvstore.tiers.segments import SlotClass, close_segments, make_segment
 from kvstore.tiers.sharing import NOWHERE, RETIRED, STATE
 
 

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.tiers.dram import Arena, SlotClass, close_segments, make_segment
+from kvstore.tiers.dram import Arena
+from kvstore.tiers.segments import SlotClass, close_segments, make_segment
 from kvstore.tiers.vacating import Candidate, MoveBudget, choose
 
 
