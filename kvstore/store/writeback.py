@@ -13,21 +13,19 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 
 import lmdb
 
-from kvstore.errors import Busy, KVStoreError, NoSpace
-from kvstore.radix.journal import Journal, JournalBatch, encode_page
-from kvstore.radix.pages import DURABLE
+from kvstore.errors import Busy, KVStoreError
+from kvstore.radix.journal import Journal, JournalBatch
 from kvstore.store.backlog import Backlog, WriteRequest
+from kvstore.store.batches import Batch, Batches
 from kvstore.store.mending import Mending
 from kvstore.store.quotas import SsdBudget
 from kvstore.store.space import Space
 from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.trash import Trash
-from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.ssd import BlobBatch, BlobFile
 
 _log = logging.getLogger("kvstore.writeback")
@@ -38,24 +36,6 @@ _SLOW_S = 5.0
 """A write that takes longer means that the disk is failing."""
 _PROBE_S = 1.0
 _MAX_PROBE_BYTES = 8 << 20
-
-
-@dataclass(slots=True)
-class _Batch:
-    """One group commit: what to write, and what to do in memory once it is durable."""
-
-    blobs: BlobBatch = field(default_factory=BlobBatch)
-    records: JournalBatch = field(default_factory=JournalBatch)
-    pages: list[tuple[Space, bytes, bytes, list[int]]] = field(default_factory=list)
-    """(space, page key, version, the blob rows that its record names) to be marked durable."""
-    outdated: list[tuple[Space, bytes, list[int]]] = field(default_factory=list)
-    """Records that named blobs which their pages no longer have: (space, page key, blob rows)."""
-    rows: list[tuple[Space, int]] = field(default_factory=list)
-    """(space, blob row) being written."""
-    dropped: list[int] = field(default_factory=list)
-    """Numbers of namespaces of which all is deleted."""
-    pinned: list[tuple[Space, int]] = field(default_factory=list)
-    """Every row of every page of the batch: none may lose its SSD copy while the record that names it is written."""
 
 
 class Writeback:
@@ -71,11 +51,9 @@ class Writeback:
         self._executor = executor
         self._trash = trash
         self._stats = stats
-        self._make_ssd_room = make_ssd_room
-        self._view = view
+        self._batches = Batches(blob_file, trash, stats, make_ssd_room, view, now, budget)
         self._batch_bytes = batch_bytes
         self.now = now
-        self._budget = budget
         self._wait_s = wait_s
         self._before_room = before_room
         """To be awaited before `make_ssd_room` may be called."""
@@ -234,7 +212,7 @@ class Writeback:
     async def _commit_once(self) -> None:
         self._under_way = requests = self.backlog.take(self._batch_bytes)
         self._barriers_under_way, self._barriers = self._barriers, []
-        batch = self._build(requests)
+        batch = self._batches.build(requests)
         failure: KVStoreError | None = None
         try:
             if batch.blobs or batch.records or batch.dropped:
@@ -245,13 +223,8 @@ class Writeback:
             self._refused = sum(len(stored) for _, _, stored in batch.blobs.put)
             failure = self.state.failed(error)
             _log.debug("a group commit failed, its %d pages stay in DRAM: %s", len(batch.pages), error)
-            self._trash.records += batch.records.delete_pages
-            self._trash.blobs += batch.blobs.delete
-            self._trash.blobs += [(number, blob, len(stored)) for number, blob, stored in batch.blobs.put]
-            self._trash.outdated += batch.outdated
-            self._trash.namespaces += batch.dropped
-            batch.outdated = []
-        self._finish(batch, failure)
+            self._batches.put_back(batch)
+        self._batches.finish(batch, durable=failure is None)
         self._end_barriers(self._barriers_under_way, failure)
         if failure is not None:
             self._fail_all(failure)
@@ -275,7 +248,7 @@ class Writeback:
             await asyncio.wait([write])
         write.result()
 
-    def _write(self, batch: _Batch) -> None:
+    def _write(self, batch: Batch) -> None:
         if batch.records.delete_pages:
             self.journal.commit(JournalBatch(delete_pages=batch.records.delete_pages))
         for number in batch.dropped:
@@ -286,139 +259,6 @@ class Writeback:
             self._blob_file.drop_namespace(number)
         if batch.records.put_pages:
             self.journal.commit(JournalBatch(put_pages=batch.records.put_pages))
-
-    def _build(self, requests: list[WriteRequest]) -> _Batch:
-        batch = _Batch()
-        wanted: dict[tuple[int, bytes], Space] = {}
-        requests = [request for request in requests if not request.space.dropped]
-        estimate = self._plan_within_quotas(requests, wanted)
-        refused = self._fit(estimate, {request.space.number: request.space for request in requests}.values())
-        if refused is None:
-            self._fill(batch, wanted)
-        else:
-            for request in requests:
-                request.fail(refused)
-        self._rewrite_outdated(batch)
-        batch.dropped, self._trash.namespaces = self._trash.namespaces, []
-        batch.records.delete_pages = [record for record in self._trash.records if record[0] not in batch.dropped]
-        batch.blobs.delete = [blob for blob in self._trash.blobs if blob[0] not in batch.dropped]
-        self._trash.records, self._trash.blobs = [], []
-        return batch
-
-    def _rewrite_outdated(self, batch: _Batch) -> None:
-        """Write anew the records that name too much; those in the batch already are right anyway."""
-        batch.outdated, self._trash.outdated = self._trash.outdated, []
-        done = {(number, key) for number, key, _ in batch.records.put_pages}
-        now = self.now()
-        for space, key, _ in batch.outdated:
-            slot = -1 if space.dropped else space.tree.pages.find_key(key)
-            if slot >= 0 and space.tree.pages.flags[slot] & DURABLE and (space.number, key) not in done:
-                done.add((space.number, key))
-                record = encode_page(space.digest, space.page_record(slot, now, only_named=True))
-                batch.records.put_pages.append((space.number, key, record))
-
-    def _plan_within_quotas(self, requests: list[WriteRequest], wanted: dict[tuple[int, bytes], Space]) -> int:
-        """Plan each request that its tenant has room for; the others are answered. Returns the SSD bytes of the batch."""
-        budget, estimate = self._budget(self._make_ssd_room), 0
-        counted: dict[tuple[int, int], None] = {}
-        for request in requests:
-            pages, rows = len(wanted), len(counted)
-            footprint = self._plan(request, wanted, counted)
-            over = budget.refuses(request.space.settings.tenant, footprint)
-            if over is None:
-                estimate += footprint
-                continue
-            for planned, before in ((wanted, pages), (counted, rows)):
-                while len(planned) > before:
-                    planned.popitem()
-            request.fail(over)
-        return estimate
-
-    def _plan(self, request: WriteRequest, wanted: dict[tuple[int, bytes], Space], counted: dict[tuple[int, int], None]) -> int:
-        """Add the page and those ancestors that are not durable yet, ancestors first. Returns their SSD bytes."""
-        space, tree = request.space, request.space.tree
-        slot = tree.pages.find_key(request.key)
-        if slot < 0:
-            return 0
-        slots = tree.path_slots(tree.path_to(slot))
-        space.mark_wanted(slots)
-        fresh = space.unwritten(slots)
-        fresh[-1] |= request.rewrite
-        footprint = 0
-        for page in slots[fresh].tolist():
-            name = (space.number, tree.pages.key_bytes(page))
-            if name not in wanted:
-                wanted[name] = space
-                for row in space.rows_of(page):
-                    if (space.number, row) not in counted:
-                        counted[space.number, row] = None
-                        footprint += self._cost(space, row)
-        return footprint
-
-    def _cost(self, space: Space, row: int) -> int:
-        return 0 if space.blobs.on_ssd[row] else self._blob_file.footprint(space.stored_bytes(row))
-
-    def _fill(self, batch: _Batch, wanted: dict[tuple[int, bytes], Space]) -> None:
-        """Take up pages and blobs as they are now that room was made (which may have moved pages)."""
-        now, taken = self.now(), set()
-        for (number, key), space in wanted.items():
-            slot = space.tree.pages.find_key(key)
-            if slot < 0:
-                continue
-            while lost := [row for row in space.rows_of(slot) if not space.blobs.on_ssd[row] and space.blobs.slot[row] == NO_SLOT]:
-                space.lose_blob(lost[0])
-                if (slot := space.tree.pages.find_key(key)) < 0:
-                    break
-            if slot < 0:
-                continue
-            record = space.page_record(slot, now)
-            batch.records.put_pages.append((number, key, encode_page(space.digest, record)))
-            named = space.rows_of(slot)
-            batch.pages.append((space, key, record.version, named))
-            for row in named:
-                space.pin(row)
-                space.blobs.durable_pages[row] += 1  # the record to be names it: its copy on SSD stays
-                batch.pinned.append((space, row))
-                if space.blobs.on_ssd[row] or (number, row) in taken:
-                    continue
-                taken.add((number, row))
-                batch.rows.append((space, row))
-                stored = self._view(int(space.blobs.slot[row]))[: space.stored_bytes(row)]
-                batch.blobs.put.append((number, space.blobs.id_of(row), stored))
-
-    def _fit(self, needed: int, spaces: Iterable[Space]) -> NoSpace | None:
-        """Make room on SSD for the batch, among pages that it does not need."""
-        usage = self._blob_file.usage()
-        free = usage.capacity - usage.used + sum(self._blob_file.footprint(stored) for _, _, stored in self._trash.blobs)
-        missing = needed - free
-        if missing > 0:
-            missing -= self._make_ssd_room(missing, None)
-        for space in spaces:
-            space.clear_wanted()
-        if missing > 0:
-            return NoSpace("the SSD tier is full, and what is there is leased, or durable and kept for retention_s of its namespace")
-        return None
-
-    def _finish(self, batch: _Batch, failure: KVStoreError | None) -> None:
-        if failure is None:
-            self._stats.group_commits += bool(batch.pages)
-            for space, row in batch.rows:
-                space.blobs.on_ssd[row] = not space.dropped  # of a dropped namespace, what was just written is deleted next
-                self._stats.demoted_stored_bytes += space.stored_bytes(row)
-            for space, key, version, named in batch.pages:
-                slot = -1 if space.dropped else space.tree.pages.find_key(key)
-                if slot >= 0 and space.tree.version_of(slot) == version:
-                    self._stats.demoted_pages += not space.is_durable(slot)
-                    space.mark_durable(slot, named)
-                elif not space.dropped:
-                    self._trash.records.append((space.number, key))
-        for space, _, rows in batch.outdated:
-            for row in rows:
-                space.blobs.durable_pages[row] -= space.blobs.durable_pages[row] if space.dropped else 1
-                space.unpin(row)
-        for space, row in batch.pinned:
-            space.blobs.durable_pages[row] -= min(1, space.blobs.durable_pages[row])  # none, if it was dropped
-            space.unpin(row)
 
     @staticmethod
     def _answer(request: WriteRequest, done: asyncio.Future[bool]) -> None:
