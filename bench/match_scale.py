@@ -18,7 +18,8 @@ import numpy.typing as npt
 from bench.report import Report, arguments
 from kvstore.api.wire import Component, KVSpec, PartRange
 from kvstore.digests import page_key_chain
-from kvstore.radix.tree import NewPages, RadixTree, as_token_bytes
+from kvstore.radix.tree import RadixTree, as_token_bytes
+from kvstore.radix.values import NewPages
 from kvstore.tiers.blobs import BlobTable
 from kvstore_client import AsyncClient
 from kvstore_client.namespace import Namespace

@@ -18,8 +18,8 @@ from kvstore.lab.trace import Op, Trace
 from kvstore.radix.below import with_all_below
 from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import Slots
-from kvstore.radix.structure import NewPages
-from kvstore.radix.tree import Path, RadixTree
+from kvstore.radix.tree import RadixTree
+from kvstore.radix.values import NewPages, Path
 from kvstore.tiers.policies import Policy, Use
 from kvstore.tiers.policies.kept import columns_of, specs_of
 

@@ -4,19 +4,17 @@ No tokens are looked at here: what matches is decided in tree.py. A node's pages
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.columns import ColumnSpec
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, NO_EXTRA
 from kvstore.errors import NoSpace
 from kvstore.hash_index import HashIndex
 from kvstore.kvspec import PartRange
-from kvstore.radix.components import ComponentRules, Masks
+from kvstore.radix.components import ComponentRules
 from kvstore.radix.pages import DURABLE, GHOST, Nodes, Pages, PartColumns, Parts, Slots
+from kvstore.radix.values import NewPages, Path, Removed, geometry
 
 ROOT = 0
 FULL_ONLY = ComponentRules(1, ())
@@ -24,50 +22,6 @@ MOVE_LIMIT = 1024
 """A run of at most so many pages is moved to keep paths compressed; a longer one gets a child instead."""
 _FEW_NODES = 12
 """Paths of so many nodes are put together node by node."""
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """A matched prefix: the nodes from below the root, and how many pages of the last one belong to it.
-
-    Valid until the tree changes.
-    """
-
-    nodes: list[int]
-    pages: int
-    tail: int
-
-
-@dataclass(frozen=True, slots=True)
-class NewPages:
-    """Pages to insert: keys (32 bytes each), version (put id), and parts: blobs (pages, parts) with one geometry a part.
-
-    A blob of -1 says that the page lacks the part; what a page has of a component must be all of it.
-    """
-
-    keys: bytes
-    version: bytes
-    blobs: Slots
-    ranges: tuple[PartRange, ...]
-
-    def masks(self) -> Masks:
-        """Which components each page has."""
-        found = np.zeros(len(self.blobs), np.uint16)
-        for part, part_range in enumerate(self.ranges):
-            found[self.blobs[:, part] >= 0] |= np.uint16(1 << part_range.component)
-        return found
-
-
-@dataclass(slots=True)
-class Removed:
-    """What a removal took out: the blobs of all parts, with repeats; the keys of durable pages, and the blobs their records name."""
-
-    slots: list[Slots] = field(default_factory=list)
-    """Where the pages are, if they are ghosts now."""
-    blobs: list[Slots] = field(default_factory=list)
-    durable_keys: list[bytes] = field(default_factory=list)
-    durable_blobs: list[Slots] = field(default_factory=list)
-    pages: int = 0
 
 
 class TreeStructure:
@@ -213,7 +167,7 @@ class TreeStructure:
     def _fill(self, where: "slice | Slots", new: NewPages) -> None:
         """Give pages that have none their version and parts."""
         pages = self.pages
-        pages.part[where] = self.parts.add(new.blobs, *_geometry(new.ranges))
+        pages.part[where] = self.parts.add(new.blobs, *geometry(new.ranges))
         pages.version[where] = np.frombuffer(new.version, np.uint8)
         pages.flags[where] = 0
         pages.components[where] = new.masks()
@@ -227,7 +181,7 @@ class TreeStructure:
     def add_parts(self, slots: Slots, blobs: Slots, ranges: tuple[PartRange, ...]) -> None:
         """Give pages optional components that they lack: `blobs` is (pages, parts), -1 for none, whole components of each page."""
         new = NewPages(b"", b"", blobs, ranges)
-        self.pages.part[slots] = self.parts.add(blobs, *_geometry(ranges), after=self.pages.part[slots])
+        self.pages.part[slots] = self.parts.add(blobs, *geometry(ranges), after=self.pages.part[slots])
         self.pages.components[slots] |= new.masks()
 
     def drop_components(self, slot: int, components: int) -> tuple[list[int], list[int]]:
@@ -421,13 +375,6 @@ class TreeStructure:
     def version_of(self, slot: int) -> bytes:
         """The put id of the computation a page came from; zero for the root (slot -1)."""
         return bytes(DIGEST_BYTES) if slot < 0 else self.pages.version[slot].tobytes()
-
-
-@lru_cache(maxsize=256)
-def _geometry(ranges: tuple[PartRange, ...]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
-    """The components and the ranges of parts, as columns."""
-    component = np.array([r.component for r in ranges], np.uint8)
-    return component, np.array([(r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in ranges], np.uint16).reshape(-1, 4)
 
 
 def child_hash(parent: int, tokens: bytes, extra: bytes) -> int:

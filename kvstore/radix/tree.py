@@ -19,14 +19,12 @@ from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key
 from kvstore.errors import BadRequest, NoSpace
 from kvstore.hash_index import TAG_MASK
 from kvstore.radix.pages import GHOST, MAX_DEPTH, RECENCY_DEPTH_BITS, Slots
-from kvstore.radix.structure import ROOT, NewPages, Path, Removed, TreeStructure, child_hash
-
-__all__ = ["EMPTY_PATH", "ROOT", "Extras", "NewPages", "Path", "RadixTree", "Removed", "as_token_bytes", "extra_run"]
+from kvstore.radix.structure import ROOT, TreeStructure, child_hash
+from kvstore.radix.values import EMPTY_PATH, NewPages, Path
 
 Extras = Mapping[int, bytes]
 """Extra digests by page index, counted from the first of the tokens they go with; a page that is not in it has none."""
 
-EMPTY_PATH = Path([], 0, 0)
 _NO_EXTRAS: Extras = {}
 
 

@@ -6,7 +6,8 @@ begins at the root. So when a run is cut, each piece that is too short goes whol
 
 from kvstore.radix.components import Optional
 from kvstore.radix.pages import GHOST
-from kvstore.radix.structure import ROOT, Path, TreeStructure
+from kvstore.radix.structure import ROOT, TreeStructure
+from kvstore.radix.values import Path
 
 
 def useless_parts(tree: TreeStructure, rule: Optional, path: Path) -> list[int]:

@@ -17,7 +17,7 @@ from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import PartRange
 from kvstore.radix.components import Masks
 from kvstore.radix.pages import Slots
-from kvstore.radix.tree import NewPages
+from kvstore.radix.values import NewPages
 from kvstore.store.pending import Pending, whole_components
 from kvstore.store.space import Space
 

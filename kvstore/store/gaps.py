@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.radix.tree import Extras, as_token_bytes
+from kvstore.radix.values import EMPTY_PATH, Path
 from kvstore.store.recipes import Recipes
 from kvstore.store.space import Space
 

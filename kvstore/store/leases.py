@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.errors import BadRequest, Busy, NotFound
 from kvstore.radix.pages import Slots
-from kvstore.radix.tree import Path
+from kvstore.radix.values import Path
 from kvstore.store.space import Space
 
 MAX_LEASE_S = 3600.0

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from kvstore.errors import BadRequest, NotFound
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.radix.pages import Slots
-from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.radix.tree import Extras, as_token_bytes
+from kvstore.radix.values import EMPTY_PATH, Path
 from kvstore.store.cut import Ask, Estimate
 from kvstore.store.estimating import estimate
 from kvstore.store.leases import Lease, Leases

@@ -9,7 +9,8 @@ from kvstore.errors import BadRequest, Busy, Conflict, NotFound
 from kvstore.hints import Hints
 from kvstore.radix.below import with_all_below
 from kvstore.radix.pages import ANONYMOUS, GHOST, RECIPE
-from kvstore.radix.tree import Extras, Path
+from kvstore.radix.tree import Extras
+from kvstore.radix.values import Path
 from kvstore.store.abandoning import abandon_line
 from kvstore.store.leases import Lease, Leases
 from kvstore.store.matching import known_path, usable_path

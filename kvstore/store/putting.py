@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvstore.digests import DIGEST_BYTES, NO_EXTRA, page_key
 from kvstore.errors import BadRequest, Busy, Cancelled, MissingParent, NoSpace, NotFound, UnknownNamespace
 from kvstore.kvspec import PartRange
-from kvstore.radix.tree import EMPTY_PATH, Path
+from kvstore.radix.values import EMPTY_PATH, Path
 from kvstore.store.assembly import MAX_PENDING_PAGES, Assemblies, Assembly
 from kvstore.store.pending import whole_components
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_parts

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from kvstore.drift import Drift
 from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
-from kvstore.radix.tree import EMPTY_PATH, Extras, Path, as_token_bytes
+from kvstore.radix.tree import Extras, as_token_bytes
+from kvstore.radix.values import EMPTY_PATH, Path
 from kvstore.store.comparing import RebuildReport, sane
 from kvstore.store.gaps import Gap, find_gap, rebuildable_keys
 from kvstore.store.job_recipes import is_whole, recipes_for

@@ -15,8 +15,9 @@ from kvstore.radix.below import with_all_below
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
 from kvstore.radix.pages import DURABLE, GHOST, RECIPE, Slots
-from kvstore.radix.tree import EMPTY_PATH, Extras, NewPages, Path, RadixTree, Removed
+from kvstore.radix.tree import Extras, RadixTree
 from kvstore.radix.usefulness import useless_parts
+from kvstore.radix.values import EMPTY_PATH, NewPages, Path, Removed
 from kvstore.store.session_ends import SessionEnds
 from kvstore.store.settings import NamespaceSettings
 from kvstore.store.stats import Stats

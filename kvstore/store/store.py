@@ -19,7 +19,8 @@ from kvstore.errors import Busy, Conflict, DiskFailing, MissingParent, NoSpace, 
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.lmdb_files import DATA_FILE, mark_damaged
 from kvstore.radix.journal import Journal
-from kvstore.radix.tree import Extras, Path
+from kvstore.radix.tree import Extras
+from kvstore.radix.values import Path
 from kvstore.store.backlog import Backlog
 from kvstore.store.clock import Clock
 from kvstore.store.cut import Ask

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from kvstore.hints import Hints, Turn
 from kvstore.radix.pages import ANONYMOUS, BRANCHED, Slots
-from kvstore.radix.tree import Extras, Path
+from kvstore.radix.tree import Extras
+from kvstore.radix.values import Path
 from kvstore.store.abandoning import abandon_line, common_pages, is_compaction, last_slots
 from kvstore.store.clock import elapsed
 from kvstore.store.session_ends import Line

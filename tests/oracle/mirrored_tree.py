@@ -6,7 +6,8 @@ from kvstore.digests import NO_EXTRA, page_key_chain
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.radix.check import check
 from kvstore.radix.components import ComponentRules
-from kvstore.radix.tree import NewPages, RadixTree
+from kvstore.radix.tree import RadixTree
+from kvstore.radix.values import NewPages
 from tests.oracle.content import STATE, WINDOW, Content, Prefix, Setting
 
 ROOT_KEY = b"oracle".ljust(32, b".")

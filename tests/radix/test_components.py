@@ -8,7 +8,8 @@ from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.radix import components
 from kvstore.radix.check import check
 from kvstore.radix.components import ComponentRules
-from kvstore.radix.tree import NewPages, RadixTree
+from kvstore.radix.tree import RadixTree
+from kvstore.radix.values import NewPages
 from tests.radix.test_tree import PAGE_TOKENS, ROOT_KEY, Labels, encode, keys_of
 
 FULL = Component("full", 2, 1, 8)

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstore.digests import NO_EXTRA, page_key_chain
 from kvstore.kvspec import PartRange
 from kvstore.radix.check import check
-from kvstore.radix.tree import Extras, NewPages, RadixTree
+from kvstore.radix.tree import Extras, RadixTree
+from kvstore.radix.values import NewPages
 
 PAGE_TOKENS = 2
 ROOT_KEY = b"n" * 32

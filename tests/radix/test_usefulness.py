@@ -5,8 +5,9 @@ import pytest
 
 from kvstore.kvspec import Component, KVSpec
 from kvstore.radix.components import ComponentRules
-from kvstore.radix.tree import NewPages, RadixTree
+from kvstore.radix.tree import RadixTree
 from kvstore.radix.usefulness import useless_parts
+from kvstore.radix.values import NewPages
 from tests.radix.test_tree import PAGE_TOKENS, ROOT_KEY, Labels, encode, keys_of
 
 SPEC = KVSpec(PAGE_TOKENS, (Component("full", 1, 1, 1), Component("window", 1, 1, 1, window=3 * PAGE_TOKENS)))
