@@ -7,7 +7,6 @@ do worse than leaf-LRU, leaf-LRU is followed. Costs nothing to train and needs n
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,6 @@ from kvstore.columns import ColumnSpec, nth_least
 from kvstore.tiers.policies.policy import Columns, Explanation, Pages, Policy, Slots, Use, Values, gather, parts
 from kvstore.tiers.reuse.admission import Admission
 from kvstore.tiers.reuse.ages import RHYTHMS, SCORES, AgeTables
-from kvstore.tiers.reuse.duel import Duel
 from kvstore.tiers.reuse.features import (
     Field,
     field,
@@ -30,8 +28,10 @@ from kvstore.tiers.reuse.features import (
     rhythm_octave,
     rhythm_octaves,
 )
+from kvstore.tiers.reuse.rival import Rival
 from kvstore.tiers.reuse.runs import by_runs
 from kvstore.tiers.reuse.score import Score
+from kvstore.tiers.reuse.states import ABANDONED, IN, KNOWN, OFFERED, REFUSED, SHADOW, WAITS, pages_with
 
 _HORIZON = 2.0
 """How far ahead the score looks, in ages at which LRU would evict now."""
@@ -39,11 +39,6 @@ _REBUILD, _REBUILD_LEAST = 0.2, 500
 """The tables are made anew after page uses of so many capacities, and at least so many."""
 _TABLE_HALF_LIFE, _STEP_HALF_LIFE = 8.0, 16.0
 """In uses of as many pages as are known."""
-_SLACK = 0.01
-"""What leaves a shadow at a time, as a share of it."""
-_KNOWN, _WAITS, _ABANDONED, _IN, _SHADOW, _OFFERED, _REFUSED = 1, 2, 4, 8, 16, 32, 64
-"""Of a page's state: it was used; it is not known yet whether within the horizon again; given up; in the tier; in the rival's shadow;
-it left for SSD, and it is not known yet whether it is used while SSD would hold it; it was not written there."""
 _SSD_WINDOW = 6
 """In uses of so many capacities: what of the past counts for the budget of admission."""
 _MOST = 255
@@ -69,8 +64,7 @@ class Classifier(Policy):
         """How old pages get on SSD; 0 as long as none had to leave it."""
         self._score = Score()
         self._tables = AgeTables()
-        self._duel = Duel()
-        self._rival_is_lru = True
+        self._rival = Rival()
         self._lru_age = 1e9
         self._ssd_horizon = 0.0
         self._start: float | None = None
@@ -85,7 +79,7 @@ class Classifier(Policy):
     @property
     def follows_lru(self) -> bool:
         """Whether its estimates do worse than LRU of late."""
-        return self._duel.follow_lru
+        return self._rival.follow_lru
 
     def resize(self, pages: int) -> None:
         """Take the capacity from what the tier holds."""
@@ -109,7 +103,7 @@ class Classifier(Policy):
         slots, counted = use.slots.astype(np.intp), use.counted  # numpy takes half the time for indices of its own type
         state = columns["state"].take(slots)
         if not counted:
-            self._play(state[: use.known])
+            self._rival.played(state[: use.known])
         if counted >= len(slots):
             return
         if self._admission is not None:
@@ -141,7 +135,7 @@ class Classifier(Policy):
         score += np.uint8(min(RHYTHMS - 1, rhythm_bin // 2) * SCORES)
         columns["code"][mine], columns["class"][mine] = codes, score
         columns["last"][mine], columns["turns"][mine], columns["rhythm"][mine] = now, turn, rhythm
-        columns["state"][mine] = state[counted:] & _IN | (_KNOWN | _WAITS | _SHADOW)
+        columns["state"][mine] = state[counted:] & IN | (KNOWN | WAITS | SHADOW)
         self._since += len(mine)
 
     def _used_apart(self, columns: Columns, use: Use, hint: int) -> None:
@@ -149,8 +143,7 @@ class Classifier(Policy):
         slots, known, now = use.slots.astype(np.intp), use.known, use.now
         back = slots[:known]
         state, uses = columns["state"].take(slots), columns["uses"]
-        in_ours, in_rival = (int(np.count_nonzero(state[:known] & bit)) for bit in (_IN, _SHADOW))
-        self._duel.played(*((in_ours, in_rival) if self._rival_is_lru else (in_rival, in_ours)))
+        self._rival.played_apart(state[:known])
         if self._admission is not None:
             self._admission.looked_up(len(slots), max(_REBUILD_LEAST, _SSD_WINDOW * self._capacity))
         gaps = np.maximum(now - columns["last"].take(back), 0.0)
@@ -170,7 +163,7 @@ class Classifier(Policy):
         columns["class"][slots] = self._scores(codes) + (np.minimum(RHYTHMS - 1, rhythm_bins // 2) * SCORES).astype(np.uint8)
         columns["last"][slots], columns["rhythm"][slots] = now, rhythm
         columns["turns"][back], columns["turns"][slots[known:]] = turns, 0
-        columns["state"][slots] = state & _IN | (_KNOWN | _WAITS | _SHADOW)
+        columns["state"][slots] = state & IN | (KNOWN | WAITS | SHADOW)
         self._since += len(slots)
 
     def _scores(self, codes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
@@ -178,30 +171,25 @@ class Classifier(Policy):
         found: npt.NDArray[np.uint8] = np.minimum(np.maximum(self._score.of(codes) * 2 + SCORES / 2, 0), SCORES - 1).astype(np.uint8)
         return found
 
-    def _play(self, state: npt.NDArray[np.uint8]) -> None:
-        """Who is followed holds the tier; the other plays with a shadow of it. `state` is of the pages of a path that are known."""
-        ours, rival = _front(state & _IN), _front(state & _SHADOW)
-        self._duel.played(*((ours, rival) if self._rival_is_lru else (rival, ours)))
-
     def entered(self, columns: Columns, slots: Slots, now: float) -> None:
         """They are in the tier."""
-        columns["state"][slots] |= _IN
+        columns["state"][slots] |= IN
 
     def left(self, columns: Columns, slots: Slots, now: float) -> None:
         """They are not in the tier any more."""
-        columns["state"][slots] &= ~np.uint8(_IN)
+        columns["state"][slots] &= ~np.uint8(IN)
 
     def _learn(self, columns: Columns, back: npt.NDArray[np.intp], gaps: npt.NDArray[np.float64], state: npt.NDArray[np.uint8]) -> None:
         """Pages are used again, after so many seconds."""
         codes = columns["code"].take(back)
         self._tables.reused(columns["class"].take(back), gaps)
-        waits = (state & _WAITS) != 0
+        waits = (state & WAITS) != 0
         self._score.learn(codes[waits], used_again=gaps[waits] <= self.horizon_s)
         if self._admission is None or not self._ssd_horizon:
             return
-        offered = (state & (_OFFERED | _IN)) == _OFFERED
+        offered = (state & (OFFERED | IN)) == OFFERED
         if offered.any():
-            refused = (state[offered] & _REFUSED) != 0
+            refused = (state[offered] & REFUSED) != 0
             in_time = gaps[offered] <= self._ssd_horizon
             self._admission.came_back(codes[offered], columns["odds"].take(back[offered]), refused, in_time)
 
@@ -222,15 +210,15 @@ class Classifier(Policy):
 
     def abandoned(self, columns: Columns, slots: Slots, now: float) -> None:
         """They are the first to go, unless they are used after all."""
-        columns["state"][slots] |= _ABANDONED
+        columns["state"][slots] |= ABANDONED
 
     def forgotten(self, columns: Columns, slots: Slots, now: float) -> None:
         """They were not used up to now."""
         state = columns["state"][slots]
-        known = (state & _KNOWN) != 0
+        known = (state & KNOWN) != 0
         self._tables.lost(columns["class"][slots[known]], now - columns["last"][slots[known]])
-        self._score.learn(columns["code"][slots[known & ((state & _WAITS) != 0)]], used_again=False)
-        self._learn_absence(columns, slots[(state & (_OFFERED | _REFUSED)) == _OFFERED])  # of refused ones nobody knows
+        self._score.learn(columns["code"][slots[known & ((state & WAITS) != 0)]], used_again=False)
+        self._learn_absence(columns, slots[(state & (OFFERED | REFUSED)) == OFFERED])  # of refused ones nobody knows
         columns["state"][slots] = 0
 
     # --- deciding ------------------------------------------------------------------------------------------------------
@@ -239,10 +227,8 @@ class Classifier(Policy):
         """Reuses a second of keeping each page, or its recency as long as LRU does better."""
         if self._since >= max(_REBUILD_LEAST, _REBUILD * self._capacity):
             self._rebuild(batch, now)
-        if self._rival_is_lru == self._duel.follow_lru:
-            self._change_sides(batch)
-        self._trim_shadow(batch, now)
-        if self._duel.follow_lru:
+        self._rival.keep_up(batch, self._capacity, lambda held: self._worth(held, now))
+        if self.follows_lru:
             return gather(batch, "recency")
         values = self._worth(batch, now)
         if 0 < wanted <= len(values):
@@ -251,17 +237,17 @@ class Classifier(Policy):
 
     def _worth(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.float64]:
         values = self._tables.worth(gather(batch, "class"), now - gather(batch, "last"))
-        values[(gather(batch, "state") & _ABANDONED) != 0] = -1.0
+        values[(gather(batch, "state") & ABANDONED) != 0] = -1.0
         return values
 
     def _rebuild(self, batch: Sequence[Pages], now: float) -> None:
         """Look at all that is known: who was not used within the horizon, and which ages there are."""
-        known = [_with(pages, _KNOWN) for pages in batch]
+        known = [pages_with(pages, KNOWN) for pages in batch]
         ages = now - gather(known, "last")
         for pages in known:
-            late = pages.slots[((pages.of("state") & _WAITS) != 0) & (now - pages.of("last") > self.horizon_s)]
+            late = pages.slots[((pages.of("state") & WAITS) != 0) & (now - pages.of("last") > self.horizon_s)]
             self._score.learn(pages.columns["code"][late], used_again=False)
-            pages.columns["state"][late] &= ~np.uint8(_WAITS)
+            pages.columns["state"][late] &= ~np.uint8(WAITS)
         self._tables.rebuild(gather(known, "class"), ages)
         rounds = self._since / max(1, len(ages))
         self._tables.forget(float(np.exp2(-rounds / _TABLE_HALF_LIFE)))
@@ -278,9 +264,9 @@ class Classifier(Policy):
         if self._admission is None or not horizon:
             return
         for pages in known:
-            late = pages.slots[((pages.of("state") & _OFFERED) != 0) & (now - pages.of("last") > horizon)]
+            late = pages.slots[((pages.of("state") & OFFERED) != 0) & (now - pages.of("last") > horizon)]
             self._learn_absence(pages.columns, late)
-            pages.columns["state"][late] &= ~np.uint8(_OFFERED)
+            pages.columns["state"][late] &= ~np.uint8(OFFERED)
 
     def _provisional_horizon(self, now: float) -> float:
         """While SSD fills up: something that it will certainly hold, if that is well beyond what DRAM does."""
@@ -289,7 +275,7 @@ class Classifier(Policy):
 
     def _learn_absence(self, columns: Columns, slots: Slots) -> None:
         if self._admission is not None and self._ssd_horizon and len(slots):
-            refused = (columns["state"][slots] & _REFUSED) != 0
+            refused = (columns["state"][slots] & REFUSED) != 0
             self._admission.stayed_away(columns["code"][slots], columns["odds"][slots], refused, columns["last"][slots])
 
     def _age_at(self, ages: npt.NDArray[np.float64], capacity: int, now: float) -> float:
@@ -299,7 +285,7 @@ class Classifier(Policy):
 
     def left_below(self, columns: Columns, slots: Slots, now: float) -> None:
         """Pages left SSD: the old among them had to, others may have been deleted."""
-        slots = slots[(columns["state"][slots] & _KNOWN) != 0]
+        slots = slots[(columns["state"][slots] & KNOWN) != 0]
         if len(slots):
             oldest = float((now - columns["last"][slots]).max())
             kept = (0.9 if oldest > self._ssd_age else 0.998) ** len(slots)
@@ -314,10 +300,8 @@ class Classifier(Policy):
         if self._ssd_age:
             admitted = self._admission.admits(odds, self._tables.chance_of_any(self._ssd_age, self._ssd_age))
         for pages, part in parts(batch):
-            state = pages.of("state") & ~np.uint8(_OFFERED | _REFUSED)
-            offered = np.where(
-                (state & _KNOWN) != 0, np.where(admitted[part], np.uint8(_OFFERED), np.uint8(_OFFERED | _REFUSED)), np.uint8(0)
-            )
+            state = pages.of("state") & ~np.uint8(OFFERED | REFUSED)
+            offered = np.where((state & KNOWN) != 0, np.where(admitted[part], np.uint8(OFFERED), np.uint8(OFFERED | REFUSED)), np.uint8(0))
             pages.columns["state"][pages.slots] = state | offered
             pages.columns["odds"][pages.slots] = odds[part]
             admitted[part] |= offered == 0  # nothing is known of it
@@ -325,31 +309,7 @@ class Classifier(Policy):
 
     def admitted_after_all(self, columns: Columns, slots: Slots) -> None:
         """Pages were written though they would not have been by themselves: others need them."""
-        columns["state"][slots] &= ~np.uint8(_REFUSED)
-
-    def _change_sides(self, batch: Sequence[Pages]) -> None:
-        """Who was followed plays on as the rival, from what is in the tier now."""
-        self._rival_is_lru = not self._duel.follow_lru
-        for pages in batch:
-            state = pages.columns["state"][: pages.high]
-            state[:] = state & ~np.uint8(_SHADOW) | (state & _IN) // _IN * _SHADOW
-
-    def _trim_shadow(self, batch: Sequence[Pages], now: float) -> None:
-        """Bring what the rival would hold down to the capacity."""
-        count = sum(int(np.count_nonzero(pages.columns["state"][: pages.high] & _SHADOW)) for pages in batch)
-        if count <= self._capacity:
-            return
-        held = [_with(pages, _SHADOW) for pages in batch]
-        recency = gather(held, "recency")
-        values: Values = recency
-        if not self._rival_is_lru:
-            worth = self._worth(held, now)
-            values = np.concatenate([pages.raised(pages.slots, worth[part]) for pages, part in parts(held)])
-        leaving = _least(values, recency, count - self._capacity + int(_SLACK * self._capacity))
-        gone = np.zeros(count, np.bool_)
-        gone[leaving] = True
-        for pages, part in parts(held):
-            pages.columns["state"][pages.slots[gone[part]]] &= ~np.uint8(_SHADOW)
+        columns["state"][slots] &= ~np.uint8(REFUSED)
 
     def chance(self, columns: Columns, slots: Slots, now: float, within: float) -> npt.NDArray[np.float64]:
         """The chance that pages are used within so many seconds from now."""
@@ -357,7 +317,7 @@ class Classifier(Policy):
 
     def peek(self, pages: Pages, now: float) -> Values:
         """As `values`, with the estimates as they are."""
-        return pages.of("recency") if self._duel.follow_lru else self._worth([pages], now)
+        return pages.of("recency") if self.follows_lru else self._worth([pages], now)
 
     def explain(self, pages: Pages, now: float) -> list[Explanation]:
         """What is made of each page, and of what."""
@@ -371,36 +331,15 @@ class Classifier(Policy):
             Explanation(
                 idle_s=now - float(columns["last"][slot]), uses=int(columns["uses"][slot]), turns=int(columns["turns"][slot]),
                 gap_s=float(2.0 ** (gap - 3.5)) if gap else 0.0, rhythm_s=float(2.0 ** float(columns["rhythm"][slot])),
-                depth_pages=_least_of(depth), children=_least_of(kids % 8), abandoned=bool(columns["state"][slot] & _ABANDONED),
+                depth_pages=_least_of(depth), children=_least_of(kids % 8), abandoned=bool(columns["state"][slot] & ABANDONED),
                 score=float(1 / (1 + np.exp(-score))), horizon_s=self.horizon_s, chance=float(chance), value=float(value),
-                floor=self._floor, follows="lru" if self._duel.follow_lru else "estimates", ssd_chance=ssd, ssd_floor=ssd_floor,
+                floor=self._floor, follows="lru" if self.follows_lru else "estimates", ssd_chance=ssd, ssd_floor=ssd_floor,
             )
             for slot, gap, depth, kids, score, chance, value, ssd in zip(
                 slots.tolist(), gaps.tolist(), depths.tolist(), children.tolist(), self._score.of(codes).tolist(),
                 self.chance(columns, slots, now, self._lru_age).tolist(), self._worth([pages], now).tolist(), on_ssd, strict=True,
             )
         ]  # fmt: skip
-
-
-def _with(pages: Pages, state: int) -> Pages:
-    """All pages and ghosts of a tree that have a bit of the state."""
-    slots = np.flatnonzero((pages.columns["state"][: pages.high] & state) != 0).astype(np.int32)
-    return Pages(pages.columns, slots, pages.high, pages.raised)
-
-
-def _front(bits: npt.NDArray[np.integer[Any]]) -> int:
-    """How many are set (to one bit, all to the same) before the first that is not."""
-    first = int(bits.argmin()) if len(bits) else 0
-    return first if len(bits) and not bits[first] else len(bits)
-
-
-def _least(values: Values, recency: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """The places of the `count` least values; of equals the least recent, which are the deepest."""
-    if count >= len(values):
-        return np.arange(len(values))
-    low = np.flatnonzero(values <= nth_least(values, count - 1))
-    found: npt.NDArray[np.int64] = low[np.lexsort((recency[low], values[low]))[:count]]
-    return found
 
 
 def _least_of(octave_bin: int) -> int:
