@@ -195,11 +195,11 @@ class Churn:
         return True
 
     def _waste(self) -> float:
-        return 1 - self._resident / self.store.dram_segments.held
+        return 1 - self._resident / self.store.figures.dram_segments.held
 
     def _sample(self) -> None:
         self.outcome.waste.append(self._waste())
-        self.outcome.segments.append(self.store.dram_segments.count)
+        self.outcome.segments.append(self.store.figures.dram_segments.count)
         sizes = np.zeros(len(SIZES_KIB))
         for page in self._pages:
             sizes[self._spaces.index(page.space)] += page.stored

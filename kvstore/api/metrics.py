@@ -30,7 +30,7 @@ class StoreCollector(Collector):
             yield CounterMetricFamily(f"kvstore_{field.name}", f"Total of {text} since start", value=getattr(self._store.stats, field.name))
         used = GaugeMetricFamily("kvstore_tier_used_bytes", "Bytes in use", labels=["tier"])
         capacity = GaugeMetricFamily("kvstore_tier_capacity_bytes", "Bytes the tier may hold", labels=["tier"])
-        for tier, usage in self._store.usage().items():
+        for tier, usage in self._store.figures.usage().items():
             used.add_metric([tier], usage.used)
             capacity.add_metric([tier], usage.capacity)
         yield from (used, capacity)
@@ -44,17 +44,17 @@ class StoreCollector(Collector):
         yield from _rebuild_metrics(self._store)
         state = GaugeMetricFamily("kvstore_ssd_state", "1 for the state that the disk under the SSD tier is in", labels=["state"])
         for known in SSD_STATES:
-            state.add_metric([known], self._store.ssd_state.state == known)
+            state.add_metric([known], self._store.figures.ssd_state.state == known)
         yield state
         yield InfoMetricFamily("kvstore_policy", "Which pages leave a tier first", value={"policy": self._store.config.policy})
-        segments = self._store.dram_segments
+        segments = self._store.figures.dram_segments
         for name, text, value in (
             ("dram_segments", "DRAM segments", segments.count),
             ("dram_segment_bytes", "Bytes of DRAM segments, free slots included", segments.reserved),
             ("dram_segment_held_bytes", "Bytes of DRAM segments that are not empty", segments.held),
             ("loading_pages", "Pages still to come back from the journal, about", _still_loading(self._store)),
             ("scrub_last_pass_seconds", "When the last whole scrub ended, Unix time", self._store.scrubber.progress.last_pass),
-            ("policy_follows_lru", "1 while pages leave DRAM by recency, though the policy may estimate", self._store.follows_lru),
+            ("policy_follows_lru", "1 while pages leave DRAM by recency, though the policy may estimate", self._store.figures.follows_lru),
             (
                 "ssd_read_bytes_per_second",
                 "What reads of pages from SSD reached, smoothed; a guess until there was one",
@@ -66,10 +66,10 @@ class StoreCollector(Collector):
                 self._store.rates.link.bytes_s,
             ),
             ("leases", "Leases held by clients", len(self._store.leases)),
-            ("puts_open", "Puts under way", self._store.puts_open),
-            ("writeback_backlog_pages", "Pages waiting to be written to SSD", len(self._store.backlog)),
-            ("writeback_backlog_bytes", "Bytes waiting to be written to SSD", self._store.backlog.nbytes),
-            ("writeback_backlog_bytes_smoothed", "The same, averaged over ten seconds", self._store.backlog.smoothed_bytes),
+            ("puts_open", "Puts under way", self._store.figures.puts_open),
+            ("writeback_backlog_pages", "Pages waiting to be written to SSD", len(self._store.figures.backlog)),
+            ("writeback_backlog_bytes", "Bytes waiting to be written to SSD", self._store.figures.backlog.nbytes),
+            ("writeback_backlog_bytes_smoothed", "The same, averaged over ten seconds", self._store.figures.backlog.smoothed_bytes),
             (
                 "ssd_written_per_hit_byte",
                 "Bytes written to SSD for each that a hit read from there",
@@ -109,7 +109,7 @@ def _rebuild_metrics(store: Store) -> Iterator[Metric]:
 
 
 def _still_loading(store: Store) -> int:
-    return max(store.loading.of_about - store.loading.pages, 1) if store.loading is not None else 0
+    return max(store.figures.loading.of_about - store.figures.loading.pages, 1) if store.figures.loading is not None else 0
 
 
 def render(store: Store, data_plane: DataPlane) -> bytes:

@@ -20,14 +20,14 @@ def check(store: Store) -> None:
     used: Counter[str] = Counter()
     for space in store.all_spaces():
         check_tree(space.tree)
-        used[space.settings.tenant] += check_blobs(space, store.pending_of(space))
+        used[space.settings.tenant] += check_blobs(space, store.figures.pending_of(space))
         _check_leases(store, space)
         _check_recipe_flags(space)
         store.replacement.check(space)
-    held = store.usage()["dram"].used
+    held = store.figures.usage()["dram"].used
     assert held == used.total(), f"{held} bytes of DRAM are taken, the blobs account for {used.total()}"
     for tenant, nbytes in used.items():
-        held = store.usage_of(tenant)["dram"].used
+        held = store.figures.usage_of(tenant)["dram"].used
         assert held == nbytes, f"{held} bytes of DRAM are counted for tenant {tenant}, its blobs account for {nbytes}"
         assert not store.quotas.in_flight(tenant), f"{store.quotas.in_flight(tenant)} bytes of tenant {tenant} are in flight"
 

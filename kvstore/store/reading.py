@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import Busy, Corrupt, NoSpace, NotFound
 from kvstore.store.arriving import Arriving
 from kvstore.store.rates import Meter
@@ -74,6 +75,23 @@ class Reading:
         self._reads = reads
         self._loading: dict[tuple[int, int], tuple[Arriving, asyncio.Task[None]]] = {}
         self._staging = asyncio.Semaphore(_STAGING_BLOBS)
+
+    def find(self, space: Space, blob_id: bytes) -> int:
+        """The row of a blob; NotFound if the namespace has no such blob."""
+        row = space.blobs.find(blob_id) if len(blob_id) == DIGEST_BYTES else -1
+        if row < 0 and space.loading:
+            raise Busy(f"namespace {space.settings.name!r} is still being read from the journal", retry_after_ms=100)
+        if row < 0:
+            self._stats.fetch_misses += 1
+            raise NotFound(f"blob {blob_id.hex()} is not in this namespace: it was evicted, or never there")
+        return row
+
+    def find_many(self, space: Space, blob_ids: Sequence[bytes]) -> list[int]:
+        """As `find`, of several blobs; ids of 16 bytes."""
+        rows = space.blobs.find_many(blob_ids)
+        if -1 in rows:
+            self.find(space, blob_ids[rows.index(-1)])
+        return rows
 
     def hold_resident(self, space: Space, row: int) -> Held | None:
         """Pin a blob that is in DRAM; None if it is not."""

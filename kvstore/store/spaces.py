@@ -45,3 +45,7 @@ class Spaces:
     def of(self, tenant: str) -> list[Space]:
         """A tenant's namespaces."""
         return list(self._by_tenant.get(tenant, {}).values())
+
+    def ssd_bytes_of(self, tenant: str, extent_bytes: int) -> int:
+        """Bytes that a tenant's blobs take up on SSD. Looks at every one of them."""
+        return sum(space.ssd_bytes(extent_bytes) for space in self.of(tenant))

@@ -7,30 +7,24 @@ block is in two bounded executors.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from typing import Any
 
-import lmdb
-import numpy as np
-
-from kvstore.digests import DIGEST_BYTES
-from kvstore.errors import Busy, Conflict, DiskFailing, MissingParent, NoSpace, NotFound, UnknownNamespace
+from kvstore.errors import MissingParent, UnknownNamespace
 from kvstore.hints import NO_HINTS, Hints
-from kvstore.lmdb_files import DATA_FILE, mark_damaged
-from kvstore.radix.journal import Journal
 from kvstore.radix.tree import Extras
 from kvstore.radix.values import Path
-from kvstore.store.backlog import Backlog
 from kvstore.store.clock import Clock
 from kvstore.store.cut import Ask
-from kvstore.store.datadir import DataDir
 from kvstore.store.expiry import Expiry
+from kvstore.store.figures import Figures
+from kvstore.store.files import Files
 from kvstore.store.following import Following
 from kvstore.store.gaps import find_gap, rebuildable_keys
 from kvstore.store.leases import MAX_PIN_S, Lease, Leases
 from kvstore.store.matching import Defer, Match, Matching
-from kvstore.store.pending import Pending
+from kvstore.store.namespaces import Namespaces
 from kvstore.store.prefixes import Prefixes
 from kvstore.store.puts import Put, PutRequest, PutResult
 from kvstore.store.putting import Puts
@@ -39,8 +33,8 @@ from kvstore.store.rates import Rates
 from kvstore.store.reading import Held, Reading
 from kvstore.store.rebuilding import Rebuilding
 from kvstore.store.recipes import Recipes
-from kvstore.store.recovery import LoadProgress, Recovery
-from kvstore.store.replacement import DRAM, SSD, Replacement
+from kvstore.store.recovery import Recovery
+from kvstore.store.replacement import SSD, Replacement
 from kvstore.store.residency import Residency
 from kvstore.store.scrub import Scrubber
 from kvstore.store.session_ends import SessionEnds
@@ -49,22 +43,18 @@ from kvstore.store.sharing import Sharing
 from kvstore.store.space import Space
 from kvstore.store.spaces import Spaces
 from kvstore.store.spares import bytes_on_ssd
-from kvstore.store.ssd_state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.store.store_config import StoreConfig
 from kvstore.store.tier_events import BothWatch, TierEvents
 from kvstore.store.trash import Trash
-from kvstore.store.upkeep import Orphans, flush, give_back
+from kvstore.store.upkeep import Orphans, flush
 from kvstore.store.uses import Uses
 from kvstore.store.vacate import Vacator
-from kvstore.store.waits import finish_despite_cancel
 from kvstore.store.why import Why, why
 from kvstore.store.writeback import Writeback
-from kvstore.tiers import Usage
-from kvstore.tiers.dram import Arena, SegmentUsage
+from kvstore.tiers.dram import Arena
 from kvstore.tiers.policies.make import make_policies
 from kvstore.tiers.ssd import BlobFile
-from kvstore.tiers.text import RecipeFile
 from kvstore.tiers.vacating import MoveBudget
 
 _log = logging.getLogger("kvstore.store")
@@ -72,10 +62,6 @@ _log = logging.getLogger("kvstore.store")
 _SWEEP_S = 0.5
 _PAGE = 1 << 20
 """Bytes of a page, as long as none is known: policies learn how many pages a tier holds when it is full."""
-_SETTINGS = ("name", "recipes", "retention_s", "ttl_s", "rebuild", "lossy")
-"""Of a namespace, besides what its identity is made of."""
-_DEATHS = 2
-"""LMDB itself can end the process at a damaged page; but one kill in the middle of loading is no damage."""
 _SETTLE_POLL_S = 0.001
 
 
@@ -108,7 +94,6 @@ class Store:
         self._spaces = Spaces()
         self.quotas = Quotas(config.quotas)
         self._trash = Trash()
-        self._next_number = 1
         self._arena = Arena(config.dram_bytes, config.segment_bytes)
         self._writer = ThreadPoolExecutor(1, "kvstore-writer")
         self._readers = ThreadPoolExecutor(config.reader_threads, "kvstore-reader")
@@ -117,40 +102,36 @@ class Store:
     @property
     def id(self) -> bytes:
         """16 bytes that stay the same as long as the data directory is there."""
-        return self._dir.id
+        return self._files.dir.id
 
     # --- life ----------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> "Store":
         loop = asyncio.get_running_loop()
-        self._dir = await loop.run_in_executor(self._writer, DataDir, self.config.data_dir)
+        self._files = await loop.run_in_executor(self._writer, Files, self.config, self._clock.not_before)
         try:
-            await loop.run_in_executor(self._writer, self._open_files)
             self._wire_up()
-            spaces, self._next_number = await self._recovery.find(self._new_space)
+            spaces, self._namespaces.next_number = await self._recovery.find(self._new_space)
             for space in spaces:
                 self._spaces.add(space)
             await self.recipes.sweep({space.number for space in spaces})
         except BaseException:
-            self._dir.end_loading()  # it says why it can't start: that is not the death that the note is about
-            self._dir.close()
+            self._files.give_up()
             self._writer.shutdown(wait=False)
             self._readers.shutdown(wait=False)
             raise
-        self._writeback_task = asyncio.create_task(self._writeback.run(), name="kvstore-writeback")
-        load = asyncio.create_task(self._load(), name="kvstore-load")
+        self._writeback_task = self._watched(self._writeback.run(), "kvstore-writeback")
+        load = self._watched(self._load(), "kvstore-load")
         self._tasks = [
             load,
-            asyncio.create_task(self._residency.run(), name="kvstore-mover"),
-            asyncio.create_task(self._sweep_leases(), name="kvstore-leases"),
-            asyncio.create_task(self._sweep_orphans(load), name="kvstore-sweep"),
-            asyncio.create_task(self._scrub(load), name="kvstore-scrub"),
-            asyncio.create_task(self._expiry.run(), name="kvstore-expiry"),
-            asyncio.create_task(self.replacement.run(), name="kvstore-replacement"),
-            asyncio.create_task(self.recipes.run(), name="kvstore-recipes"),
+            self._watched(self._residency.run(), "kvstore-mover"),
+            self._watched(self._sweep_leases(), "kvstore-leases"),
+            self._watched(self._once_loaded(self._orphans.sweep), "kvstore-sweep"),
+            self._watched(self._once_loaded(self.scrubber.run), "kvstore-scrub"),
+            self._watched(self._expiry.run(), "kvstore-expiry"),
+            self._watched(self.replacement.run(), "kvstore-replacement"),
+            self._watched(self.recipes.run(), "kvstore-recipes"),
         ]
-        for task in (self._writeback_task, *self._tasks):
-            task.add_done_callback(self._note_death)
         if not self.config.serve_while_loading:
             try:
                 await asyncio.shield(load)
@@ -159,74 +140,61 @@ class Store:
                 raise
         return self
 
+    def _watched(self, job: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        task = asyncio.create_task(job, name=name)
+        task.add_done_callback(self._note_death)
+        return task
+
     def _note_death(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical("the background task %s died", task.get_name(), exc_info=error)
             self.died.set()
 
-    def _open_files(self) -> None:
-        if (journal := self._dir.journal / DATA_FILE).exists():  # until its records say it better
-            self._clock.not_before(journal.stat().st_mtime)
-        if self._dir.begin_loading() >= _DEATHS:
-            _log.error("the last %d starts died while they read the journal: it is salvaged", _DEATHS)
-            for path in (self._dir.journal, self._dir.recipes):
-                if path.exists():
-                    mark_damaged(path)
-        self._journal = Journal(self._dir.journal, self.config.journal_bytes)
-        self._blob_file = BlobFile(self._dir.blobs, self.config.ssd_bytes, self.config.extent_bytes)
-        self._recipe_file = RecipeFile(self._dir.recipes, self.config.recipe_bytes)
-        usage = self._blob_file.usage()
-        if usage.used > usage.capacity:
-            _log.warning(
-                "the SSD tier holds %d bytes, more than its new capacity of %d: it shrinks as new pages are written",
-                usage.used,
-                usage.capacity,
-            )
-
     def _wire_up(self) -> None:
         config = self.config
         budget = MoveBudget(config.move_share, config.dram_bytes // 20, config.dram_bytes // 8)
         self._residency = Residency(
-            self._arena, self._blob_file, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
+            self._arena, self._files.blobs, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
             Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas, self.replacement,
             config.ahead_bytes,
         )  # fmt: skip
         self._writeback = Writeback(
-            self._blob_file, self._journal, self._writer, self._trash, self.stats,
+            self._files.blobs, self._files.journal, self._writer, self._trash, self.stats,
             lambda wanted, tenant: self._residency.make_ssd_room(wanted, self._clock.now(), tenant), self._arena.view, config.batch_bytes,
-            self._clock.now, lambda make_room: SsdBudget(self.quotas, self._ssd_used_by, make_room),
+            self._clock.now,
+            lambda make_room: SsdBudget(self.quotas, lambda tenant: self._spaces.ssd_bytes_of(tenant, config.extent_bytes), make_room),
             config.durable_wait_s, lambda: self.replacement.ready(SSD),
         )  # fmt: skip
         self._residency.writeback = self._writeback
         self._reading = Reading(
-            self._arena, self._blob_file, self._readers, self.stats, self._residency.allocate, config.put_wait_s,
+            self._arena, self._files.blobs, self._readers, self.stats, self._residency.allocate, config.put_wait_s,
             self._writeback, self.rates.reads,
         )  # fmt: skip
         self._puts = Puts(
-            self._arena,
-            self._residency,
-            self._writeback,
-            self.stats,
-            self.uses,
-            config.put_idle_s,
-            self._blob_file.footprint,
-            config.ssd_bytes,
-            self.quotas,
-        )
+            self._arena, self._residency, self._writeback, self.stats, self.uses, config.put_idle_s, self._files.blobs.footprint,
+            config.ssd_bytes, self.quotas,
+        )  # fmt: skip
         self.scrubber = Scrubber(
-            self._blob_file, self._writeback, self._readers, lambda: self._spaces, self._arena.view,
+            self._files.blobs, self._writeback, self._readers, lambda: self._spaces, self._arena.view,
             self._reading.discard_bad_copy, self.stats, config.scrub_bytes_s,
         )  # fmt: skip
-        self._orphans = Orphans(self._blob_file, self._writeback, self._readers, self._writer, lambda: self._spaces, self._trash)
-        self._recovery = Recovery(self._journal, self._writeback, self._readers, self._writer, self.stats, self._clock.not_before)
+        self._orphans = Orphans(self._files.blobs, self._writeback, self._readers, self._writer, lambda: self._spaces, self._trash)
+        self._recovery = Recovery(self._files.journal, self._writeback, self._readers, self._writer, self.stats, self._clock.not_before)
         self.recipes = Recipes(
-            self._recipe_file, lambda: self._spaces, self._arena.view, self._clock.now, self.stats, config.recipe_ttl_s, self._readers
+            self._files.recipes, lambda: self._spaces, self._arena.view, self._clock.now, self.stats, config.recipe_ttl_s, self._readers
         )
         self.rebuilding = Rebuilding(self.recipes, self.stats)
         self.prefixes = Prefixes(self._reading, self._writeback, self.pins, self.uses, self.recipes)
         self._expiry = Expiry(lambda: self._spaces, self.uses, self._clock.now, self._writeback.poke)
         self.following = Following(self._puts, config.put_idle_s)
         self.sharing = Sharing(self._arena, self._reading, self.stats)
+        self._namespaces = Namespaces(
+            self._spaces, self._files.journal, self._writer, self._writeback, self._trash, self.recipes, self._new_space, self._forgotten,
+            self._residency.announce_room,
+        )  # fmt: skip
+        self.figures = Figures(
+            self._arena, self._files, self._spaces, self.quotas, self._puts, self._writeback, self._recovery, self.replacement
+        )
 
     async def _load(self) -> None:
         await self._recovery.run()
@@ -235,7 +203,7 @@ class Store:
         for space in self._spaces:
             if space.text is not None:
                 self.recipes.look_through(space)
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._dir.end_loading)
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._files.dir.end_loading)
         self.loaded.set()
 
     async def __aexit__(self, *_: object) -> None:
@@ -248,20 +216,19 @@ class Store:
         await flush(self._spaces, self._writeback, self.config.shutdown_s)
         text_is_closed = await self.recipes.stop(self.config.shutdown_s)
         if await self._writeback.stop(self._writeback_task, self.config.shutdown_s):
-            await asyncio.to_thread(self._close_files)
+            await asyncio.to_thread(self._close)
         else:
             _log.critical("a write to SSD does not end: it is left behind, unfinished")
             self.stuck = True
         self.stuck |= not text_is_closed
         self._arena.close()
-        self._dir.close()
+        self._files.dir.close()
 
-    def _close_files(self) -> None:
-        self._dir.end_loading()
+    def _close(self) -> None:
+        self._files.dir.end_loading()
         self._writer.shutdown()
         self._readers.shutdown()
-        self._journal.close()
-        self._blob_file.close()
+        self._files.close()
 
     async def _sweep_leases(self) -> None:
         while True:
@@ -275,21 +242,10 @@ class Store:
             self.rebuilding.sweep(now)
             self.uses.note_time()
 
-    async def _scrub(self, load: "asyncio.Task[None]") -> None:
-        await asyncio.wait([load])
-        if self.loaded.is_set():
-            await self.scrubber.run()
-
-    async def _sweep_orphans(self, load: "asyncio.Task[None]") -> None:
-        """Delete blobs on SSD that no page names: what a crash between a blob and its record leaves."""
-        await asyncio.wait([load])
-        if not self.loaded.is_set():
-            return  # loading died: what it did not get to must not be taken for what nobody names
-        try:
-            await self._orphans.sweep()
-        except lmdb.Error as error:
-            self._blob_file.mark_damaged()
-            _log.error("the blob file is damaged (%s): what can be read of it will be saved at the next start", error)
+    async def _once_loaded(self, job: Callable[[], Awaitable[None]]) -> None:
+        """If loading dies, never: what it did not get to must not be taken for what nobody names."""
+        await self.loaded.wait()
+        await job()
 
     # --- namespaces ----------------------------------------------------------------------------------------------------
 
@@ -312,47 +268,23 @@ class Store:
                 put.fail(MissingParent("a page before the put was lost: its bytes did not verify"))
                 self.abort_put(put)
 
+    def _forgotten(self, space: Space) -> None:
+        """A namespace is dropped: nothing holds it any more, or works at it."""
+        if self.tier_events is not None:
+            self.tier_events.dropped(space)
+        for kind in (self.leases, self.pins):
+            for lease in kind.of_space(space):
+                kind.release(lease)
+        self._puts.end_space(space)
+        self.rebuilding.end_space(space)
+
     async def create_namespace(self, settings: NamespaceSettings) -> Space:
-        """The namespace of these settings, made if it is not there. Durable when this returns.
+        """The namespace of these settings, made if it is not there (see Namespaces.create)."""
+        return await self._namespaces.create(settings)
 
-        Raises Conflict if the name is taken by a namespace of another identity or with other settings. A prefill cost can be given later,
-        or another one: it says nothing of what is stored.
-        """
-        space = self._spaces.by_id(settings.tenant, settings.digest[:16].hex())
-        if space is not None:
-            if replace(space.settings, prefill=settings.prefill) != settings:
-                there = space.settings
-                others = [name for name in _SETTINGS if getattr(there, name) != getattr(settings, name)]
-                raise Conflict(
-                    f"this model fingerprint and KV spec have a namespace, {there.name!r} ({space.id}); other there: {', '.join(others)}"
-                )
-            if settings.prefill and settings.prefill != space.settings.prefill:
-                await self._put_record(space, settings)
-            return space
-        other = self._spaces.by_name(settings.tenant, settings.name)
-        if other is not None:
-            raise Conflict(f"the name {settings.name!r} is taken by {other.id}, which has another model fingerprint or KV spec")
-        space = self._new_space(self._next_number, settings)
-        self._next_number += 1
-        self._spaces.add(space)
-        try:
-            await self._put_record(space, settings)
-        except BaseException:
-            self._spaces.remove(space)  # unless it has been dropped, and created anew, meanwhile
-            if self.tier_events is not None:
-                self.tier_events.dropped(space)
-            raise
-        return space
-
-    async def _put_record(self, space: Space, settings: NamespaceSettings) -> None:
-        """Give a namespace its settings, durably. Raises NoSpace or DiskFailing."""
-        space.settings = settings
-        try:
-            async with self._writeback.lock:
-                if not space.dropped:
-                    await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.put_namespace, space.record())
-        except (lmdb.Error, OSError) as error:
-            raise self._writeback.failed(error) from error
+    async def drop_namespace(self, space: Space) -> None:
+        """Forget a namespace and everything in it (see Namespaces.drop)."""
+        await self._namespaces.drop(space)
 
     def namespaces(self, tenant: str) -> list[Space]:
         """A tenant's namespaces."""
@@ -368,31 +300,6 @@ class Store:
         if found is not None:
             return found
         raise UnknownNamespace(f"no namespace {name_or_id!r}; create it first")
-
-    async def drop_namespace(self, space: Space) -> None:
-        """Forget a namespace and everything in it; its space on both tiers is free when this returns.
-
-        Its records go in the background even if the caller is cancelled. Raises DiskFailing if the disk refuses.
-        """
-        space.dropped = True
-        self._spaces.remove(space)
-        if self.tier_events is not None:
-            self.tier_events.dropped(space)
-        for kind in (self.leases, self.pins):
-            for lease in kind.of_space(space):
-                kind.release(lease)
-        self._puts.end_space(space)
-        self.rebuilding.end_space(space)
-        self._trash.namespaces.append(space.number)
-        self._writeback.poke()
-        await finish_despite_cancel(asyncio.ensure_future(give_back(space)))
-        await self._residency.announce_room()
-        try:
-            await self._writeback.emptied()
-            await self.recipes.drop_namespace(space)
-        except (NoSpace, DiskFailing) as error:
-            what = f"namespace {space.settings.name!r} is dropped, but its records are deleted only once the disk is well"
-            raise DiskFailing(f"{what} (until then a restart brings it back): {error.message}", retry_after_ms=1000) from error
 
     # --- reading -------------------------------------------------------------------------------------------------------
 
@@ -423,21 +330,12 @@ class Store:
         return why(self.replacement, self.config.policy, space, tokens, extras, first, last)
 
     def find_blob(self, space: Space, blob_id: bytes) -> int:
-        """The row of a blob; NotFound if the namespace has no such blob."""
-        row = space.blobs.find(blob_id) if len(blob_id) == DIGEST_BYTES else -1
-        if row < 0 and space.loading:
-            raise Busy(f"namespace {space.settings.name!r} is still being read from the journal", retry_after_ms=100)
-        if row < 0:
-            self.stats.fetch_misses += 1
-            raise NotFound(f"blob {blob_id.hex()} is not in this namespace: it was evicted, or never there")
-        return row
+        """The row of a blob (see Reading.find)."""
+        return self._reading.find(space, blob_id)
 
     def find_blobs(self, space: Space, blob_ids: Sequence[bytes]) -> list[int]:
         """As `find_blob`, of several blobs; ids of 16 bytes."""
-        rows = space.blobs.find_many(blob_ids)
-        if -1 in rows:
-            self.find_blob(space, blob_ids[rows.index(-1)])
-        return rows
+        return self._reading.find_many(space, blob_ids)
 
     def residents(self, space: Space, rows: Sequence[int]) -> list[memoryview | None]:
         """As `resident`, of several blobs."""
@@ -499,80 +397,17 @@ class Store:
 
     # --- looking on ----------------------------------------------------------------------------------------------------
 
-    def usage(self) -> dict[str, Usage]:
-        """Usage by tier."""
-        return {"dram": self._arena.usage(), "ssd": self._blob_file.usage(), "text": self._recipe_file.usage()}
-
-    @property
-    def loading(self) -> LoadProgress | None:
-        """How far loading is; None once everything is back."""
-        return self._recovery.progress
-
-    @property
-    def dram_segments(self) -> SegmentUsage:
-        """How many DRAM segments there are, and their bytes."""
-        return self._arena.segments()
-
-    def usage_of(self, tenant: str) -> dict[str, Usage]:
-        """A tenant's own usage by tier, out of its quota, or of the tier if it has none."""
-        quota = self.quotas.of(tenant)
-        return {
-            "dram": Usage(quota.dram or self._arena.capacity, self._arena.used_by(tenant)),
-            "ssd": Usage(quota.ssd or self._blob_file.capacity, self._ssd_used_by(tenant)),
-        }
-
-    def _ssd_used_by(self, tenant: str) -> int:
-        return sum(space.ssd_bytes(self._blob_file.extent_bytes) for space in self._spaces.of(tenant))
-
-    def puts_open_of(self, tenant: str) -> int:
-        """A tenant's puts under way."""
-        return self._puts.of_tenant(tenant)
-
     async def settle(self) -> None:
         """Wait until nothing is being moved, written or deleted."""
         while self._residency.moving or not self._writeback.idle or not self.recipes.idle:  # noqa: ASYNC110 - for onlookers; nobody should pay for an event
             await asyncio.sleep(_SETTLE_POLL_S)
 
     @property
-    def puts_open(self) -> int:
-        """Puts under way."""
-        return len(self._puts)
-
-    def pending_of(self, space: Space) -> list[Pending]:
-        """What waits for other shards in a namespace."""
-        return [pending for assembly in self._puts.assemblies.of_space(space) for pending in assembly.pending]
-
-    @property
-    def pending_pages(self) -> int:
-        """Pages of which other shards are still to come."""
-        return self._puts.assemblies.pages
-
-    @property
-    def pinned_blobs(self) -> int:
-        """Blobs that transfers and group commits hold in place now."""
-        return sum(int(np.count_nonzero(s.blobs.pins[: s.blobs.slots.high])) for s in self._spaces)
-
-    @property
-    def backlog(self) -> Backlog:
-        """What waits to be written to SSD."""
-        return self._writeback.backlog
-
-    @property
     def blob_file(self) -> BlobFile:
         """The SSD tier, for those who verify it."""
-        return self._blob_file
+        return self._files.blobs
 
     @property
     def readers(self) -> ThreadPoolExecutor:
         """The threads that read from SSD."""
         return self._readers
-
-    @property
-    def follows_lru(self) -> bool:
-        """Whether what leaves DRAM goes by recency now: the policy is `lru`, or the classifier trusts it more than itself."""
-        return self.replacement.policies[DRAM].follows_lru
-
-    @property
-    def ssd_state(self) -> SsdState:
-        """How the disk under the SSD tier is doing."""
-        return self._writeback.state

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 
+import lmdb
 import numpy as np
 
 from kvstore.errors import KVStoreError
@@ -53,7 +54,14 @@ class Orphans:
         self._trash = trash
 
     async def sweep(self) -> None:
-        """Look through all namespaces once. Raises lmdb.Error for a damaged file."""
+        """Look through all namespaces once; a damaged file is marked, and salvaged at the next start."""
+        try:
+            await self._sweep()
+        except lmdb.Error as error:
+            self._blob_file.mark_damaged()
+            _log.error("the blob file is damaged (%s): what can be read of it will be saved at the next start", error)
+
+    async def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         known = {space.number: space for space in self._spaces()}
         for number in await loop.run_in_executor(self._readers, self._blob_file.namespace_numbers):

@@ -47,7 +47,7 @@ async def test_a_fetch_whose_last_slice_is_bad_is_none(tmp_path: Path) -> None:
         assert (store.stats.fetches, store.stats.fetch_bytes, store.stats.promoted_blobs) == (0, 0, 0)
         await store.settle()
         check(store)
-        assert not store.usage()["dram"].used
+        assert not store.figures.usage()["dram"].used
 
 
 async def test_a_fetch_that_is_cancelled_while_slices_come_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

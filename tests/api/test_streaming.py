@@ -145,5 +145,5 @@ async def test_a_fetch_cancelled_twice_holds_nothing(tmp_path: Path, monkeypatch
         while store.resident(space, store.find_blob(space, ids[0])) is None:
             await asyncio.sleep(0.001)  # its read goes on: others may have asked for it meanwhile
         await asyncio.sleep(0)
-        assert store.pinned_blobs == 0
+        assert store.figures.pinned_blobs == 0
         check(store)

@@ -23,7 +23,7 @@ async def test_a_read_that_fails_after_its_reader_left_is_nobodys_unhandled_erro
         await store.settle()
         row = space.rows_of(int(space.tree.live_slots()[0]))[0]
         lost = BlobBatch(delete=[(space.number, space.blobs.id_of(row), space.stored_bytes(row))])
-        await asyncio.to_thread(store._blob_file.commit, lost)
+        await asyncio.to_thread(store.blob_file.commit, lost)
         reader = asyncio.create_task(store.hold(space, row))
         while not store._reading._loading:
             await asyncio.sleep(0)
@@ -88,4 +88,4 @@ async def test_a_namespace_whose_drop_is_cancelled_is_gone_all_the_same(tmp_path
         check(store)
     async with Store(config(tmp_path / "d")) as store:
         assert store.namespaces("default") == []
-        assert store.usage()["ssd"].used == 0
+        assert store.figures.usage()["ssd"].used == 0

@@ -124,13 +124,13 @@ async def test_a_blob_of_which_a_later_slice_is_bad_is_no_hit(tmp_path: Path, mo
                 with pytest.raises(Corrupt, match=f"slice {number}"):
                     await held.wait_for(SLICES - 1)
                 assert not held.has(number)
-                assert store.usage()["dram"].used, "its slot was given away while somebody reads from it"
+                assert store.figures.usage()["dram"].used, "its slot was given away while somebody reads from it"
                 await _nothing_left(store, held)
             else:
                 gate.set()
                 with pytest.raises(Corrupt):
                     await store.hold(space, row, early=True)
-        assert not store.usage()["dram"].used
+        assert not store.figures.usage()["dram"].used
         assert not space.tree.live_slots().size, "the page is still there"
         assert (store.stats.promoted_blobs, store.stats.corrupt_blobs) == (0, 1)
         await put_large(store, space, 1)  # it can come again
@@ -166,10 +166,10 @@ async def test_bytes_that_a_put_brings_meanwhile_are_not_moved_under_a_reader(tm
             await held.wait_for(SLICES - 1)
             while store._reading._loading:
                 await asyncio.sleep(0.001)
-            assert store.usage()["dram"].used > 2 * len(DATA), "the slot that is read from was given back"
+            assert store.figures.usage()["dram"].used > 2 * len(DATA), "the slot that is read from was given back"
             assert held.view[: len(DATA)] == DATA
         await _nothing_left(store, held)
-        assert store.usage()["dram"].used < 2 * len(DATA)
+        assert store.figures.usage()["dram"].used < 2 * len(DATA)
 
 
 async def test_a_bad_copy_that_is_found_while_the_rest_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

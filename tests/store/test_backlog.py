@@ -50,7 +50,7 @@ async def test_durable_puts_on_a_slow_disk_wait_and_then_get_busy(tmp_path: Path
         monkeypatch.setattr(BlobFile, "commit", slow)
         puts = [asyncio.create_task(put(store, space, (number,), b"v" * 16, Ack.DURABLE)) for number in range(40)]
         await asyncio.sleep(0.1)
-        assert store.backlog.nbytes <= store.backlog.max_bytes == 80_000
+        assert store.figures.backlog.nbytes <= store.figures.backlog.max_bytes == 80_000
         results = await asyncio.gather(*puts, return_exceptions=True)
         assert all(isinstance(result, Busy) for result in results)
         assert [await read(store, space, (number,)) for number in range(40)] == [1] * 40, "they are in DRAM all the same"

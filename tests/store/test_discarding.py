@@ -56,7 +56,7 @@ async def test_budget(tmp_path: Path) -> None:
             await put(store, space, (number,), b"v" * 16)
             await store.recipes.flush(5)
             await store.prefixes.drop(space, tokens_of((number,)), {}, 0)
-            assert store.usage()["text"].used <= 16_000
+            assert store.figures.usage()["text"].used <= 16_000
         assert store.stats.recipes_evicted > 20
         assert await rebuildable(store, space, (1,)) == 0
         assert await rebuildable(store, space, (79,)) == 1

@@ -52,7 +52,7 @@ async def test_unused_pages_go_and_used_ones_stay(tmp_path: Path) -> None:
         assert store.stats.expired_pages == 7
         await store.settle()
         check(store)
-        assert store.usage()["dram"].used == 0
+        assert store.figures.usage()["dram"].used == 0
 
 
 async def test_leased_and_retained_pages_stay(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ async def test_leased_and_retained_pages_stay(tmp_path: Path) -> None:
         assert await store._expiry.expire(space) == 2
         await store.settle()
         check(store)
-        assert store.usage()["ssd"].used == 0
+        assert store.figures.usage()["ssd"].used == 0
 
 
 async def test_a_clock_that_is_put_right_makes_nothing_unused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ async def data_dir(tmp_path: Path) -> Path:
 async def opened(data_dir: Path) -> AsyncIterator[Store]:
     """A store that is still loading."""
     async with Store(config(data_dir, ssd_bytes=8 << 20, serve_while_loading=True)) as store:
-        assert store.loading is not None
+        assert store.figures.loading is not None
         yield store
 
 
@@ -55,8 +55,8 @@ async def until_some_pages(store: Store) -> Space:
 async def test_what_is_there_is_served_and_puts_wait(data_dir: Path) -> None:
     async with opened(data_dir) as store:
         space = await until_some_pages(store)
-        assert store.loading is not None
-        assert 0 < store.loading.pages < store.loading.of_about
+        assert store.figures.loading is not None
+        assert 0 < store.figures.loading.pages < store.figures.loading.of_about
         with pytest.raises(Busy) as busy:
             await put(store, space, CONTEXTS[-1], b"w" * 16)
         assert busy.value.retry_after_ms
@@ -66,7 +66,7 @@ async def test_what_is_there_is_served_and_puts_wait(data_dir: Path) -> None:
         fresh = await store.create_namespace(NamespaceSettings("default", "fresh", "third model", SPEC))
         await put(store, fresh, (1, 2), b"v" * 16, Ack.DURABLE)
         await store.loaded.wait()
-        assert store.loading is None
+        assert store.figures.loading is None
         for name in ("ns", "other"):
             assert [await read(store, store.space("default", name), context) for context in CONTEXTS] == [4] * len(CONTEXTS)
         result = await put(store, space, CONTEXTS[3], b"w" * 16)
@@ -109,7 +109,7 @@ async def test_a_blob_found_lost_while_loading_takes_all_its_pages(data_dir: Pat
         space = await until_some_pages(store)
         slot = int(space.tree.live_slots()[0])
         key, row = space.tree.pages.key_bytes(slot), space.rows_of(slot)[0]
-        store._blob_file.drop_namespace(space.number)
+        store.blob_file.drop_namespace(space.number)
         with pytest.raises(NotFound):
             await store.hold(space, row)
         await store.loaded.wait()

@@ -75,7 +75,7 @@ async def test_a_namespace_dropped_while_it_is_written_leaves_nothing(tmp_path: 
                 await store.drop_namespace(space)
         await store.settle()
         check(store)
-        assert store.usage()["dram"].used == store.usage()["ssd"].used == 0
+        assert store.figures.usage()["dram"].used == store.figures.usage()["ssd"].used == 0
         await put(store, other, (1, 2), b"v" * 16, Ack.DURABLE)
         assert await read(store, other, (1, 2)) == 2
 

@@ -42,10 +42,10 @@ async def test_small_pages_are_not_evicted_in_excess(tmp_path: Path, policy: str
         space = await store.create_namespace(NamespaceSettings("default", "tiny", "m", TINY))
         for token in range(340):
             await _put_tiny(store, space, token)
-            if store.usage()["dram"].used > 0.8 * settings.dram_bytes:
+            if store.figures.usage()["dram"].used > 0.8 * settings.dram_bytes:
                 await store.settle()
         assert store.stats.evicted_dram_pages, "the mover had nothing to do: this test shows nothing"
-        assert store.usage()["dram"].used >= 0.58 * settings.dram_bytes
+        assert store.figures.usage()["dram"].used >= 0.58 * settings.dram_bytes
         check(store)
 
 
@@ -69,7 +69,7 @@ async def test_what_is_used_while_it_is_to_be_written_is_not_dropped(tmp_path: P
             await put(store, space, (number,), b"m" * 16)
         async with store._writeback.lock:  # the disk is slow
             moving = asyncio.create_task(store._residency.reclaim(1 << 30))
-            while not len(store.backlog):
+            while not len(store.figures.backlog):
                 await asyncio.sleep(0.001)
             assert await read(store, space, (0,)) == 1
             await put(store, space, (0, 7), b"m" * 16, first=1)
@@ -129,7 +129,7 @@ async def test_what_is_read_ahead_takes_no_buffer_from_what_is_needed_now(tmp_pa
                 number += 1
         ahead = [asyncio.create_task(store.hold(space, row, asyncio.Event())) for row in rows[1:6]]
         async with asyncio.timeout(20):
-            while store.usage()["dram"].used < 0.9 * store.usage()["dram"].capacity:
+            while store.figures.usage()["dram"].used < 0.9 * store.figures.usage()["dram"].capacity:
                 await asyncio.sleep(0)
             await asyncio.sleep(0.5)
             (await store.hold(space, rows[0])).release()

@@ -38,7 +38,7 @@ async def test_one_missing_rank_is_never_a_hit(tmp_path: Path) -> None:
         check(store)
         assert await put_shard(store, space, (1, 2), b"b" * 16, 0) == PutResult(0, 2, 0)
         store._puts.sweep(float("inf"))
-        assert store.pending_pages == 0
+        assert store.figures.pending_pages == 0
         check(store)
 
 
@@ -85,11 +85,11 @@ async def test_the_death_of_all_ranks_ends_what_is_pending(tmp_path: Path) -> No
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(SETTINGS)
         await put_shard(store, space, (1, 2), b"a" * 16, 0, owner=5)
-        used = store.usage()["dram"].used
+        used = store.figures.usage()["dram"].used
         assert used > 0
         store.release_owner(5)
-        assert store.usage()["dram"].used == 0
-        assert store.pending_pages == 0
+        assert store.figures.usage()["dram"].used == 0
+        assert store.figures.pending_pages == 0
         check(store)
 
 
@@ -139,8 +139,8 @@ async def test_two_branches_under_one_put_id_stay_apart(tmp_path: Path) -> None:
             for context in (x, y):
                 await put_shard(store, space, context, b"a" * 16, rank, first=2, **whole)
             if rank == 0:
-                assert store.pending_pages == 6
-        assert store.pending_pages == 0
+                assert store.figures.pending_pages == 6
+        assert store.figures.pending_pages == 0
         for context in (x, y):
             found = store.match(space, tokens_of(context), {}, parts=True)
             assert found.known_pages == 4

@@ -61,7 +61,7 @@ async def test_recipes_come_with_puts(tmp_path: Path, never_blocks: BlockBuster)
             assert space.tree.pages.flags[slot] & RECIPE
         assert store.recipes.holding(space).recipes == 3
         assert store.recipes.holding(other).recipes == 0
-        assert store.usage()["text"].used < 4000
+        assert store.figures.usage()["text"].used < 4000
         check(store)
 
 
@@ -81,7 +81,7 @@ async def test_dropped_to_text_and_reported(tmp_path: Path, never_blocks: BlockB
         assert await store.prefixes.drop(space, tokens_of((1,)), {}, 0) == 1
         assert await rebuildable(store, space, (1, 2, 3, 4)) == 4
         assert await store.prefixes.drop(space, tokens_of((1,)), {}, 0) == 0
-        assert store.usage()["ssd"].used == 0
+        assert store.figures.usage()["ssd"].used == 0
         # What a delete, or an explicit call, takes is gone for good.
         assert await store.prefixes.delete(space, tokens_of((1, 2, 3)), {}, 2) == 0
         assert await rebuildable(store, space, (1, 2, 3, 4)) == 2
@@ -139,7 +139,7 @@ async def test_they_outlive_restarts_and_go_with_their_namespace(tmp_path: Path)
         await store.recipes.flush(5)
         assert all(space.tree.pages.flags[space.tree.pages.find_key(key)] & RECIPE for key in keys_of(space, (7, 8)))
         await store.drop_namespace(space)
-        assert store.usage()["text"].used == 0
+        assert store.figures.usage()["text"].used == 0
         again = await store.create_namespace(settings_named(recipes=True))
         assert await rebuildable(store, again, (1, 2, 3)) == 0
 

@@ -20,9 +20,9 @@ def rows_of(space: Space, prefix: tuple[int, ...]) -> list[int]:
 
 def spoil_ssd(store: Store, space: Space, row: int) -> None:
     stored = bytearray(space.stored_bytes(row))
-    store._blob_file.read(space.number, space.blobs.id_of(row), space.blobs.layout_of(row), memoryview(stored))
+    store.blob_file.read(space.number, space.blobs.id_of(row), space.blobs.layout_of(row), memoryview(stored))
     stored[100] ^= 4
-    store._blob_file.commit(BlobBatch(put=[(space.number, space.blobs.id_of(row), memoryview(stored))]))
+    store.blob_file.commit(BlobBatch(put=[(space.number, space.blobs.id_of(row), memoryview(stored))]))
 
 
 def spoil_dram(store: Store, space: Space, row: int) -> None:

@@ -314,7 +314,7 @@ class ShardMachine(RuleBasedStateMachine):
     @rule()
     def shards_do_not_come(self) -> None:
         self.store._puts.sweep(float("inf"))
-        assert self.store.pending_pages == 0
+        assert self.store.figures.pending_pages == 0
 
     @rule()
     def restart(self) -> None:

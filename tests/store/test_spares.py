@@ -20,7 +20,7 @@ AHEAD = 200_000
 
 
 def spare_bytes(store: Store) -> int:
-    return store.dram_segments.reserved - store.dram_segments.held
+    return store.figures.dram_segments.reserved - store.figures.dram_segments.held
 
 
 def with_ahead(folder: Path, **changes: Any) -> Store:
@@ -30,11 +30,11 @@ def with_ahead(folder: Path, **changes: Any) -> Store:
 async def test_a_class_has_as_much_ready_as_it_holds(tmp_path: Path) -> None:
     async with with_ahead(tmp_path) as store:
         space = await store.create_namespace(settings_named())
-        assert store.dram_segments.count == 0, "memory was made for nobody"
+        assert store.figures.dram_segments.count == 0, "memory was made for nobody"
         await put(store, space, (1,), b"v" * 16)
         await store.settle()
         few = spare_bytes(store)
-        assert 0 < few <= store.dram_segments.held
+        assert 0 < few <= store.figures.dram_segments.held
         for number in range(100):
             await put(store, space, (number, 2), b"v" * 16)
         await store.settle()
@@ -49,12 +49,12 @@ async def test_a_store_that_starts_has_room_for_what_is_on_ssd(tmp_path: Path) -
             await put(store, space, (number, 2), b"v" * 16, Ack.DURABLE)
     async with with_ahead(tmp_path) as store:
         await store.settle()
-        there = store.dram_segments
-        assert (there.held, store.usage()["dram"].used) == (0, 0)
+        there = store.figures.dram_segments
+        assert (there.held, store.figures.usage()["dram"].used) == (0, 0)
         assert AHEAD // 2 < there.reserved <= AHEAD
         space = store.space("default", "ns")
         (await store.hold(space, space.rows_of(int(space.tree.live_slots()[0]))[0])).release()
-        assert store.dram_segments.held, "it was made for other blobs"
+        assert store.figures.dram_segments.held, "it was made for other blobs"
         check(store)
 
 
@@ -63,7 +63,7 @@ async def test_a_store_with_little_on_ssd_makes_no_more_than_that(tmp_path: Path
         await put(store, await store.create_namespace(settings_named()), (1,), b"v" * 16, Ack.DURABLE)
     async with with_ahead(tmp_path) as store:
         await store.settle()
-        assert 0 < store.dram_segments.reserved < AHEAD // 4
+        assert 0 < store.figures.dram_segments.reserved < AHEAD // 4
 
 
 async def test_nothing_is_made_ahead_if_that_is_off(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ async def test_nothing_is_made_ahead_if_that_is_off(tmp_path: Path) -> None:
         assert spare_bytes(store) == 0
     async with with_ahead(tmp_path, ahead_bytes=0) as store:
         await store.settle()
-        assert store.dram_segments.count == 0
+        assert store.figures.dram_segments.count == 0
 
 
 async def test_spares_of_one_size_are_no_loss_for_another(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ async def test_spares_of_one_size_are_no_loss_for_another(tmp_path: Path) -> Non
             await put_large(store, large, token, np.random.default_rng(token).bytes(LARGE.page_bytes))
         assert large.tree.live_slots().size == 3
         await store.settle()
-        assert store.dram_segments.reserved <= 24 * MIB
+        assert store.figures.dram_segments.reserved <= 24 * MIB
         check(store)
 
 
@@ -105,7 +105,7 @@ async def test_a_machine_without_memory_is_asked_again_by_who_needs_it(tmp_path:
         patch.setattr("kvstore.store.residency.make_segment", refuse)
         async with with_ahead(tmp_path) as store:
             await store.settle()
-            assert store.dram_segments.reserved == 0
+            assert store.figures.dram_segments.reserved == 0
             patch.undo()
             space = store.space("default", "ns")
             (await store.hold(space, space.rows_of(int(space.tree.live_slots()[0]))[0])).release()
@@ -121,7 +121,7 @@ async def test_a_stop_waits_for_the_segment_that_is_being_made(tmp_path: Path) -
             await put(store, space, (number,), b"v" * 16)
     assert not store._residency.spares.busy
     assert not store._residency._growing
-    assert store.dram_segments.reserved == 0
+    assert store.figures.dram_segments.reserved == 0
 
 
 async def test_spares_are_kept_while_idle_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +134,10 @@ async def test_spares_are_kept_while_idle_and_no_more(tmp_path: Path, monkeypatc
         for number in range(200):
             await store.prefixes.delete(space, np.full(SPEC.page_tokens, number, np.uint32).tobytes(), {}, 0)
         async with asyncio.timeout(10):
-            while store.dram_segments.reserved > AHEAD + 40_000:
+            while store.figures.dram_segments.reserved > AHEAD + 40_000:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        assert AHEAD <= store.dram_segments.reserved <= AHEAD + 40_000
+        assert AHEAD <= store.figures.dram_segments.reserved <= AHEAD + 40_000
 
 
 def test_a_spare_takes_nothing_from_others() -> None:
@@ -161,5 +161,5 @@ async def test_a_full_tier_goes_on_as_without_spares(tmp_path: Path) -> None:
             with contextlib.suppress(Busy):
                 await put(store, space, (number,), b"v" * 16)
         await store.settle()
-        assert store.dram_segments.reserved <= 40 * 5000
+        assert store.figures.dram_segments.reserved <= 40 * 5000
         check(store)

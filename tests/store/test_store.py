@@ -326,10 +326,10 @@ async def test_namespaces(tmp_path: Path) -> None:
         for number in range(20):
             await put(store, space, (number,), b"v" * 16, Ack.DURABLE)
             await put(store, other, (number,), b"v" * 16, Ack.DURABLE)
-        used = store.usage()
+        used = store.figures.usage()
         await store.drop_namespace(space)
-        assert store.usage()["ssd"].used == used["ssd"].used // 2
-        assert store.usage()["dram"].used <= used["dram"].used
+        assert store.figures.usage()["ssd"].used == used["ssd"].used // 2
+        assert store.figures.usage()["dram"].used <= used["dram"].used
         assert await read(store, other, (7,)) == 1
         check(store)
     async with Store(config(tmp_path / "d")) as store:

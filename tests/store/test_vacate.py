@@ -68,7 +68,7 @@ async def read(store: Store, space: Space, token: int) -> None:
 async def with_holes(store: Store, keep: float = 0.5, share: float = 0.9) -> tuple[Space, list[int]]:
     """A namespace that filled `share` of DRAM, and lost pages at random until `keep` of them were left."""
     space, tokens = await namespace(store, SMALL), list[int]()
-    while store.usage()["dram"].fraction < share:
+    while store.figures.usage()["dram"].fraction < share:
         tokens.append(len(tokens))
         await put(store, space, tokens[-1])
     random.Random(1).shuffle(tokens)
@@ -98,7 +98,7 @@ async def test_another_part_size_takes_over_without_a_restart_and_without_evicti
                 await read(store, old, random.Random(token).choice(kept))
 
         await asyncio.gather(*(load(put_tokens[worker::3]) for worker in range(3)))
-        assert store.usage()["dram"].fraction > 0.8
+        assert store.figures.usage()["dram"].fraction > 0.8
         assert (store.stats.dropped_pages, store.stats.evicted_dram_pages, store.stats.demoted_pages) == (dropped, 0, 0)
         assert store.stats.moved_blobs > 50
         assert store.stats.moved_stored_bytes <= (2 << 20) // 8 + store.stats.put_bytes
@@ -211,7 +211,7 @@ async def test_a_namespace_dropped_during_the_move_leaves_nothing(tmp_path: Path
         begin_to_vacate(store, space, kept)
         await store.drop_namespace(space)
         await settle(store)
-        assert store.usage()["dram"].used == 0
+        assert store.figures.usage()["dram"].used == 0
 
 
 async def test_a_stop_during_the_move_waits_for_it(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ async def test_empty_segments_go_back_to_the_system_after_a_while(tmp_path: Path
     monkeypatch.setattr("kvstore.store.residency._IDLE_S", 0.02)
     async with Store(config(tmp_path / "d")) as store:
         await with_holes(store, keep=0.0)
-        while store.dram_segments.reserved > 10_000:
+        while store.figures.dram_segments.reserved > 10_000:
             await asyncio.sleep(0.01)
-        assert (store.dram_segments.count, store.dram_segments.held) == (1, 0)
+        assert (store.figures.dram_segments.count, store.figures.dram_segments.held) == (1, 0)
         await settle(store)

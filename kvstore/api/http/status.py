@@ -48,11 +48,11 @@ class StatusRoutes:
         return reply(Health(version=__version__))
 
     async def _readiness(self, request: web.Request) -> web.Response:
-        store, loading = self._service.store, self._service.store.loading
+        store, loading = self._service.store, self._service.store.figures.loading
         return reply(
             Readiness(
                 status="ready" if loading is None else "loading", loading=loading,
-                ssd_state=None if store.ssd_state.ok else store.ssd_state,  # ready all the same
+                ssd_state=None if store.figures.ssd_state.ok else store.figures.ssd_state,  # ready all the same
                 epoch=store.epoch, endpoints=self._service.endpoints,
             )
         )  # fmt: skip
@@ -78,22 +78,22 @@ class StatusRoutes:
         return {
             "pid": os.getpid(),
             "policy": store.config.policy,
-            "follows_lru": store.follows_lru,
+            "follows_lru": store.figures.follows_lru,
             "rates": {"ssd": RateNow.of(store.rates.ssd), "link": RateNow.of(store.rates.link)},
-            "tiers": {name: TierUsage(capacity=usage.capacity, used=usage.used) for name, usage in store.usage().items()},
+            "tiers": {name: TierUsage(capacity=usage.capacity, used=usage.used) for name, usage in store.figures.usage().items()},
             "requests": {kind: RequestTimes.of(times) for kind, times in requests.by_kind()},
             "errors": dict(requests.errors),
-            "dram_segments": store.dram_segments,
+            "dram_segments": store.figures.dram_segments,
             "totals": store.stats,
             "leases": len(store.leases),
-            "puts_open": store.puts_open,
-            "pending_pages": store.pending_pages,
-            "pinned_blobs": store.pinned_blobs,
-            "writeback_backlog_pages": len(store.backlog),
-            "writeback_backlog_bytes": store.backlog.nbytes,
-            "writeback_backlog_bytes_smoothed": round(store.backlog.smoothed_bytes),
-            "loading": store.loading,
-            "ssd_state": store.ssd_state,
+            "puts_open": store.figures.puts_open,
+            "pending_pages": store.figures.pending_pages,
+            "pinned_blobs": store.figures.pinned_blobs,
+            "writeback_backlog_pages": len(store.figures.backlog),
+            "writeback_backlog_bytes": store.figures.backlog.nbytes,
+            "writeback_backlog_bytes_smoothed": round(store.figures.backlog.smoothed_bytes),
+            "loading": store.figures.loading,
+            "ssd_state": store.figures.ssd_state,
             "scrub": store.scrubber.progress,
             "sessions": len(self._service.data_plane.sessions),
             "connections": self._service.data_plane.connection_count,
@@ -104,9 +104,9 @@ class StatusRoutes:
     def _of_tenant(self, store: Store, tenant: str) -> dict[str, object]:
         sessions, connections = self._service.data_plane.sessions.of(tenant)
         return {
-            "tiers": {name: TierUsage(capacity=usage.capacity, used=usage.used) for name, usage in store.usage_of(tenant).items()},
+            "tiers": {name: TierUsage(capacity=usage.capacity, used=usage.used) for name, usage in store.figures.usage_of(tenant).items()},
             "leases": store.leases.of_tenant(tenant),
-            "puts_open": store.puts_open_of(tenant),
+            "puts_open": store.figures.puts_open_of(tenant),
             "sessions": sessions,
             "connections": connections,
             "namespaces": [described(space) for space in store.namespaces(tenant)],

@@ -1,0 +1,55 @@
+"""The files of a store: the data directory, and in it the journal, the blobs and the recipes, opened and closed together."""
+
+import logging
+from collections.abc import Callable
+
+from kvstore.lmdb_files import DATA_FILE, mark_damaged
+from kvstore.radix.journal import Journal
+from kvstore.store.datadir import DataDir
+from kvstore.store.store_config import StoreConfig
+from kvstore.tiers.ssd import BlobFile
+from kvstore.tiers.text import RecipeFile
+
+_log = logging.getLogger("kvstore.store")
+
+_DEATHS = 2
+"""LMDB itself can end the process at a damaged page; but one kill in the middle of loading is no damage."""
+
+
+class Files:
+    """Opens them; raises DataDirError if that can't be done. `not_before` is told when the journal was last written. All of it blocks."""
+
+    def __init__(self, config: StoreConfig, not_before: Callable[[float], None]) -> None:
+        self.dir = DataDir(config.data_dir)
+        try:
+            if (journal := self.dir.journal / DATA_FILE).exists():  # until its records say it better
+                not_before(journal.stat().st_mtime)
+            if self.dir.begin_loading() >= _DEATHS:
+                _log.error("the last %d starts died while they read the journal: it is salvaged", _DEATHS)
+                for path in (self.dir.journal, self.dir.recipes):
+                    if path.exists():
+                        mark_damaged(path)
+            self.journal = Journal(self.dir.journal, config.journal_bytes)
+            self.blobs = BlobFile(self.dir.blobs, config.ssd_bytes, config.extent_bytes)
+            self.recipes = RecipeFile(self.dir.recipes, config.recipe_bytes)
+        except BaseException:
+            self.give_up()
+            raise
+        usage = self.blobs.usage()
+        if usage.used > usage.capacity:
+            _log.warning(
+                "the SSD tier holds %d bytes, more than its new capacity of %d: it shrinks as new pages are written",
+                usage.used,
+                usage.capacity,
+            )
+
+    def give_up(self) -> None:
+        """The store can't start, and says why: that is not the death that the note about loading is for."""
+        self.dir.end_loading()
+        self.dir.close()
+
+    def close(self) -> None:
+        """Close the journal and the blobs, which nobody uses any more. The directory stays ours, and the recipes close by themselves."""
+        self.dir.end_loading()
+        self.journal.close()
+        self.blobs.close()
