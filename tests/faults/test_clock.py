@@ -13,7 +13,7 @@ from kvstore_workers.daemon_process import DaemonProcess
 from tests.faults.baseline import Held, unexpected
 from tests.integration.pages import SPEC, content, context, fetch_checked
 from tests.integration.raw import RawClient
-from tests.integration.test_bad_input import start_put
+from tests.integration.raw_put import start_put
 
 HOURS = 3600.0
 RETENTION_S = 2 * 3600

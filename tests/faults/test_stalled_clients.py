@@ -14,7 +14,7 @@ from tests.faults.baseline import Held, rss_bytes, wait_for_baseline
 from tests.faults.conftest import Faulty, serves
 from tests.integration.pages import SPEC, content, context, open_namespace
 from tests.integration.raw import RawClient
-from tests.integration.test_bad_input import page_slices, slices_frame, start_put
+from tests.integration.raw_put import page_slices, slices_frame, start_put
 
 PAGES = 256
 """Pages of the context that stalled readers fetch: 4 MiB, more than the sockets' buffers hold."""

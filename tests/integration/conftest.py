@@ -9,6 +9,8 @@ import pytest
 from kvstore_client import Client, KVSpec
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import content, context, fetch_checked, open_namespace
+from tests.integration.raw import RawClient, stat, wait_for_baseline
 from tests.integration.rebuilds import SPEC
 
 _names = count()
@@ -28,3 +30,17 @@ def space(daemon: DaemonProcess) -> Iterator[Callable[..., Namespace]]:
         yield make
         for one in made:
             one.drop()
+
+
+@pytest.fixture
+def raw(daemon: DaemonProcess) -> Iterator[RawClient]:
+    """A raw connection; after the test nothing may be held, and the daemon must serve as before."""
+    with Client(daemon.endpoint, connections=1) as client:
+        namespace = open_namespace(client)
+        namespace.put(context(1), content(context(1)))
+    wait_for_baseline(daemon.http, used := stat(daemon.http)["tiers"]["dram"]["used"])
+    with RawClient(daemon.endpoint) as connection:
+        yield connection
+    wait_for_baseline(daemon.http, used)
+    with Client(daemon.unix_endpoint, connections=1) as client:
+        assert fetch_checked(client.namespace("pages"), context(1)) == 4

@@ -81,6 +81,12 @@ class RawClient:
         return True
 
 
+def code(frame: tuple[Header, bytes, bytes]) -> str:
+    """The code of a frame that must be an error."""
+    assert frame[0].type is FrameType.ERROR, frame[0]
+    return unpack(ErrorReply, frame[1]).code
+
+
 def stat(http: str, token: str = "") -> Any:
     request = urllib.request.Request(f"{http}/v1/stat", headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request, timeout=10) as response:

@@ -16,10 +16,8 @@ from kvstore_client import Client, Component, KVSpec, PutResult
 from kvstore_client.connection import Connection
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
-from tests.integration.raw import RawClient, stat, wait_for_baseline
-from tests.integration.test_bad_input import WHOLE, code, page_slices, raw, slices_frame
-
-__all__ = ["raw"]  # a fixture
+from tests.integration.raw import RawClient, code, stat, wait_for_baseline
+from tests.integration.raw_put import WHOLE, page_slices, slices_frame
 
 
 def put_frame(handle: int, seed: int, request: int = 1, **changes: Any) -> bytes:
