@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore.api.wire import FrameType, slice_digest, unpack
-from kvstore.api.wire.messages import (
-    Commit,
-    Committed,
-    ErrorReply,
-    PutStart,
-)
+from kvstore.api.wire.messages import Commit, Committed, ErrorReply, PutStart
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, context, fetch_checked
