@@ -24,7 +24,7 @@ from kvstore.errors import BadRequest, KVStoreError
 from kvstore.heap import keep_freed_memory
 from kvstore.machine import read_memory, tight, too_much
 from kvstore.recorder import Recorder
-from kvstore.store import Clock, Store
+from kvstore.store import Clock, Store, StoreConfig
 
 _log = logging.getLogger("kvstore")
 
@@ -44,15 +44,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
     _raise_descriptor_limit()
     keep_freed_memory()
     store_config = config.store_config()
-    memory = read_memory()
-    if refusal := too_much(store_config.dram_bytes, memory):
-        raise BadRequest(refusal)
-    _log.info("kvstore %s, data in %s", __version__, config.data_dir)
-    for tier, size in (("DRAM", store_config.dram_bytes), ("SSD", store_config.ssd_bytes)):
-        _log.info("%s tier: %.1f MiB", tier, size / (1 << 20))
-    _log.info("policy: %s", store_config.policy)
-    if warning := tight(store_config.dram_bytes, memory):
-        _log.warning("%s", warning)
+    _say_what_was_chosen(store_config)
     guard = await _guard(config)
     certificate = await _certificate(config)
     tls = None if certificate is None else certificate.context
@@ -94,6 +86,19 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
     if store.stuck or (recorder is not None and recorder.stuck):
         logging.shutdown()
         os._exit(1)  # a thread waits for a disk that does not answer; a normal end would wait for it
+
+
+def _say_what_was_chosen(chosen: StoreConfig) -> None:
+    """In the log. Raises BadRequest for a DRAM tier that the machine has no memory for."""
+    memory = read_memory()
+    if refusal := too_much(chosen.dram_bytes, memory):
+        raise BadRequest(refusal)
+    _log.info("kvstore %s, data in %s", __version__, chosen.data_dir)
+    for tier, size in (("DRAM", chosen.dram_bytes), ("SSD", chosen.ssd_bytes)):
+        _log.info("%s tier: %.1f MiB", tier, size / (1 << 20))
+    _log.info("policy: %s", chosen.policy)
+    if warning := tight(chosen.dram_bytes, memory):
+        _log.warning("%s", warning)
 
 
 async def _guard(config: Config) -> Guard:

@@ -47,6 +47,10 @@ class StoreCollector(Collector):
             state.add_metric([known], self._store.figures.ssd_state.state == known)
         yield state
         yield InfoMetricFamily("kvstore_policy", "Which pages leave a tier first", value={"policy": self._store.config.policy})
+        yield from self._single_gauges()
+
+    def _single_gauges(self) -> Iterator[Metric]:
+        """Gauges that are one number each."""
         segments = self._store.figures.dram_segments
         for name, text, value in (
             ("dram_segments", "DRAM segments", segments.count),

@@ -74,12 +74,22 @@ class Matching:
             return self._match_scattered(space, tokens, extras, owner, lease_s, hints)
         if space.spec.flat:
             found, slots = self._match_flat(space, tokens, extras, owner, lease_s, parts, hints)
-            return self._estimated(found, space, slots, ask, link_bytes_s)
-        start = self.base_path(owner, space, base)
+        else:
+            found, slots = self._match_tree(
+                space, tokens, extras, owner, lease_s, self.base_path(owner, space, base), hints, defer, parts=parts, boundaries=boundaries,
+                deep=ask is not None,
+            )  # fmt: skip
+        return self._estimated(found, space, slots, ask, link_bytes_s)
+
+    def _match_tree(
+        self, space: Space, tokens: bytes, extras: Extras, owner: int, lease_s: float, start: Path, hints: Hints, defer: Defer | None, *,
+        parts: bool, boundaries: bool, deep: bool,
+    ) -> tuple[Match, Slots]:  # fmt: skip
+        """As `match`, of a tree, without the estimate; and the slots of what was found, if anything asked for needs them (or `deep`)."""
         tree, page_tokens = space.tree, space.spec.page_tokens
         known = tree.match(tokens, extras, start)
         path, usable, known_slots = known, np.empty(0, np.int64), np.empty(0, np.int32)
-        if tree.rules.optional or lease_s or parts or ask:
+        if tree.rules.optional or lease_s or parts or deep:
             known_slots = tree.path_slots(known)
         if tree.rules.optional:
             masks = tree.pages.components[known_slots]
@@ -108,8 +118,7 @@ class Matching:
                     self._give_back(lease)
                     raise
         table, in_dram = part_table(space, slots) if parts else (None, -1)
-        found = Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable)
-        return self._estimated(found, space, slots, ask, link_bytes_s)
+        return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable), slots
 
     def _estimated(self, match: Match, space: Space, slots: Slots, ask: Ask | None, link_bytes_s: float) -> Match:
         """A match with what it costs."""
