@@ -64,7 +64,8 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
     layouts = space.blobs.layouts_of(rows)
     tables = [bytes(view[layout.offsets[-1] :]) for view, layout in zip(stored, layouts, strict=True)]
     if (named := [blob_id(table) for table in tables]) != asked.names:
-        corrupt(store, space, rows[_first_other(named, asked.names)])
+        other = _first_other(named, asked.names)
+        corrupt(store, space, rows[other], stored[other])
     pieces: list[memoryview] = []
     trailer: list[bytes] = []
     hashed = 0
@@ -81,7 +82,8 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
                 if (found := b"".join(digests)) != b"".join(promised):
                     each = len(slices)
                     found_of = [b"".join(digests[at : at + each]) for at in range(0, len(digests), each)]
-                    corrupt(store, space, rows[blobs[_first_other(found_of, promised)]])
+                    other = blobs[_first_other(found_of, promised)]
+                    corrupt(store, space, rows[other], stored[other])
                 pieces += parts
                 trailer.append(found)
             else:
@@ -89,7 +91,7 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
                     try:
                         hashed += _add(stored[blob], tables[blob], run, layout, pieces, trailer)
                     except _Wrong:
-                        corrupt(store, space, rows[blob])
+                        corrupt(store, space, rows[blob], stored[blob])
                     if hashed > SMALL_HASHED or len(pieces) > SMALL_PIECES:
                         return None
             if len(pieces) > SMALL_PIECES:

@@ -348,7 +348,7 @@ class _Sender:
     def _check_name(self, row: int, stored: memoryview, layout: SliceLayout) -> None:
         """See that the digest table is the one that the blob's id names."""
         if blob_id(stored[layout.payload_bytes :]) != self._space.blobs.id_of(row):
-            self._corrupt(row)
+            self._corrupt(row, stored)
         self._named.add(row)
 
     async def send_run(self, run: Run, row: int, stored: memoryview, held: Held | None = None) -> None:
@@ -385,7 +385,7 @@ class _Sender:
         if not piece.whole and self._verified != (row, piece.slice):
             whole = stored[layout.offsets[piece.slice] : layout.offsets[piece.slice + 1]]
             if slice_digest(whole) != promise:
-                self._corrupt(row)
+                self._corrupt(row, whole)
             self._verified = (row, piece.slice) if row != _PROVISIONAL else None
             self._work += len(whole)
         self._work += _PIECE_WORK
@@ -400,9 +400,9 @@ class _Sender:
             meta = DATA_META.pack(self.pieces_sent)
             digests = await self._connection.send_pieces(self.request, meta, self._pieces, self._promised)
             if digests != self._promised:
-                for digest, promise, row in zip(digests, self._promised, self._owners, strict=True):
+                for digest, promise, row, piece in zip(digests, self._promised, self._owners, self._pieces, strict=True):
                     if promise is not None and digest != promise:
-                        self._corrupt(row)
+                        self._corrupt(row, piece)
             self.pieces_sent += len(self._pieces)
             self.payload_bytes += self._bytes
             self._pieces, self._promised, self._owners, self._bytes = [], [], [], 0
@@ -416,14 +416,14 @@ class _Sender:
             held.release()
         self._held.clear()
 
-    def _corrupt(self, row: int) -> NoReturn:
+    def _corrupt(self, row: int, seen: memoryview) -> NoReturn:
         if row == _PROVISIONAL:
             raise Corrupt("a slice of a put under way did not verify in DRAM")
-        corrupt(self._connection.store, self._space, row)
+        corrupt(self._connection.store, self._space, row, seen)
 
 
-def corrupt(store: Store, space: Space, row: int) -> NoReturn:
-    """Drop a copy in DRAM that did not verify, and say so. Raises Corrupt."""
+def corrupt(store: Store, space: Space, row: int, seen: memoryview) -> NoReturn:
+    """Drop a copy in DRAM that did not verify, in the memory `seen`, and say so. Raises Corrupt."""
     name = space.blobs.id_of(row).hex()
-    store.discard_bad_copy(space, row)
+    store.discard_bad_copy(space, row, seen)
     raise Corrupt(f"blob {name} did not verify in DRAM; that copy was dropped")

@@ -5,6 +5,7 @@ put under way and read what has arrived, provisionally.
 """
 
 import asyncio
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from kvstore.store.pending import Pending, overlap
 from kvstore.store.space import Space
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena
+
+_log = logging.getLogger("kvstore.store")
 
 
 class Ack(Enum):
@@ -101,6 +104,9 @@ class Put:
         self._followed_rows: list[int] = []
         self._progress = asyncio.Event()
         self._error: KVStoreError | None = None
+        self._names: list[bytes] = []
+        self.bad_copies: dict[int, int] = {}
+        """Blobs whose copy in DRAM, in that slot, does not verify, while what was received of them does: it takes that one's place."""
         self.at_end: list[Callable[[], None]] = []
         """Called once each when the put ends, however it does."""
 
@@ -280,12 +286,28 @@ class Put:
             row, index = (int(i[0]) for i in np.nonzero(~self._received))
             raise BadRequest(f"{self._missing} slices have not arrived, the first is slice {index} of page {self.first_page + row}")
 
+    def in_dram_already(self) -> list[int]:
+        """The blobs in DRAM that have the content of what was received; none as long as not all of it was."""
+        if self.closed or self._missing or self._error is not None:
+            return []
+        blobs = self.space.blobs
+        rows = [row for row in blobs.find_many(self._blob_ids()) if row >= 0] if blobs.count else []
+        return [row for row, slot in zip(rows, blobs.slot[rows].tolist(), strict=True) if slot != NO_SLOT] if rows else []
+
+    def _blob_ids(self) -> list[bytes]:
+        """Of all that was wanted, in the order of `wanted_cells`; all of it was received."""
+        if not self._names:
+            for page, part in self.wanted_cells():
+                stored, payload = self._view(page - self.first_page, part), self._layouts[part].payload_bytes
+                self._names.append(blob_id(stored[payload : payload + DIGEST_BYTES * self._layouts[part].count]))
+        return self._names
+
     def hand_over(self) -> Pending:
         """What was received, as blob rows, each pinned once for the caller. Bytes that the namespace has already are dropped."""
         rows = np.full(self._wanted.shape, -1, np.int32)
         try:
-            for page, part in self.wanted_cells():
-                rows[page - self.first_page, part] = self._row_of(page - self.first_page, part)
+            for (page, part), name in zip(self.wanted_cells(), self._blob_ids(), strict=True):
+                rows[page - self.first_page, part] = self._row_of(page - self.first_page, part, name)
         except BaseException:
             for row in rows[rows >= 0].tolist():
                 self.space.unpin(row)
@@ -295,23 +317,29 @@ class Put:
         extras = {page + self.base_pages: extra for page, extra in self.request.extras.items() if page + self.base_pages >= self.first_page}
         return Pending(self.first_page, self.parent, self.keys, labels, self.request.ranges, rows, extras)
 
-    def _row_of(self, row: int, part: int) -> int:
+    def _row_of(self, row: int, part: int, name: bytes) -> int:
         """The blob row of a received part, pinned."""
-        space, layout, slot = self.space, self._layouts[part], int(self._slots[row, part])
-        name = blob_id(self._view(row, part)[layout.payload_bytes : layout.payload_bytes + DIGEST_BYTES * layout.count])
+        space, slot = self.space, int(self._slots[row, part])
         blob = space.blobs.find(name)
         if blob < 0:
-            blob = space.blobs.add(name, layout)
+            blob = space.blobs.add(name, self._layouts[part])
         else:
             space.stats.dedup_blobs += 1
         space.pin(blob)
-        if space.blobs.slot[blob] == NO_SLOT:
+        there = int(space.blobs.slot[blob])
+        if there == NO_SLOT:
             space.set_slot(blob, slot)
-            if self._followers:
-                space.pin(blob)
-                self._followed_rows.append(blob)
-            else:
-                self._slots[row, part] = NO_SLOT
+        elif blob in space.spoiled or self.bad_copies.get(blob) == there:
+            _log.error("a DRAM copy of blob %s did not verify: what was just put takes its place", name.hex())
+            space.stats.corrupt_blobs += blob not in space.spoiled  # else it is counted
+            space.replace_slot(blob, slot)
+        else:
+            return blob
+        if self._followers:
+            space.pin(blob)
+            self._followed_rows.append(blob)
+        else:
+            self._slots[row, part] = NO_SLOT
         return blob
 
     def close(self, *, committed: bool = False) -> None:

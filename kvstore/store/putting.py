@@ -14,6 +14,7 @@ from kvstore.errors import BadRequest, Busy, Cancelled, MissingParent, NoSpace, 
 from kvstore.kvspec import PartRange
 from kvstore.radix.values import EMPTY_PATH, Path
 from kvstore.store.assembly import MAX_PENDING_PAGES, Assemblies, Assembly
+from kvstore.store.copies import Copies
 from kvstore.store.pending import whole_components
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_parts
 from kvstore.store.quotas import Quotas
@@ -39,7 +40,7 @@ class Puts:
 
     def __init__(
         self, arena: Arena, residency: Residency, writeback: Writeback, stats: Stats, uses: Uses, idle_s: float,
-        footprint: Callable[[int], int], ssd_bytes: int, quotas: Quotas,
+        footprint: Callable[[int], int], ssd_bytes: int, quotas: Quotas, copies: Copies,
     ) -> None:  # fmt: skip
         self.assemblies = Assemblies()
         self._arena = arena
@@ -51,6 +52,7 @@ class Puts:
         self._footprint = footprint
         self._ssd_bytes = ssd_bytes
         self._quotas = quotas
+        self._copies = copies
         self._open: dict[int, Put] = {}
         self._own_names: dict[tuple[int, int], Put] = {}
         """Of those by an owner: the puts that are open under a name of its own. A name may come again, a handle never does."""
@@ -274,6 +276,8 @@ class Puts:
             raise
 
     async def _commit_and_wait(self, put: Put, wait_s: float) -> PutResult:
+        if there := put.in_dram_already():  # it is shared, if it is what it was
+            put.bad_copies = await self._copies.bad_ones(put.space, there)
         result = self._commit(put)
         space = put.space
         if result.pending_pages and wait_s > 0:

@@ -12,6 +12,7 @@ import numpy as np
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import Busy, Corrupt, NoSpace, NotFound
 from kvstore.store.arriving import Arriving
+from kvstore.store.copies import lies_in
 from kvstore.store.rates import Meter
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
@@ -271,15 +272,21 @@ class Reading:
         space.lose_blob(row)
         self._writeback.poke()
 
-    def discard_bad_copy(self, space: Space, row: int) -> None:
-        """A DRAM copy did not verify: drop it, once nobody has it in use. Without another on SSD the pages that need it go too."""
+    def discard_bad_copy(self, space: Space, row: int, seen: memoryview) -> None:
+        """A copy in memory of a pinned blob did not verify where it was `seen`: drop it, once nobody has it in use.
+
+        Without another on SSD the pages that need it go too. Another copy that has taken its place meanwhile stays.
+        """
+        blobs = space.blobs
         self._stats.corrupt_blobs += 1
-        _log.error("a DRAM copy of blob %s did not verify, dropping it", space.blobs.id_of(row).hex())
-        if not space.blobs.on_ssd[row]:
-            space.lose_blob(row)
-        elif space.blobs.slot[row] != NO_SLOT:
-            space.spoil(row)
-        elif (loading := self._loading.get((space.number, row))) is not None:
+        _log.error("a DRAM copy of blob %s did not verify, dropping it", blobs.id_of(row).hex())
+        slot, loading = int(blobs.slot[row]), self._loading.get((space.number, row))
+        if slot != NO_SLOT and lies_in(seen, self._arena.view(slot)):
+            if blobs.on_ssd[row]:
+                space.spoil(row)
+            else:
+                space.lose_blob(row)
+        elif loading is not None and len(loading[0].view) and lies_in(seen, loading[0].view):
             loading[0].bad = True  # it is not in DRAM yet, and will not be
         self._writeback.poke()
 

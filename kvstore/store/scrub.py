@@ -15,14 +15,15 @@ from enum import Enum
 
 import lmdb
 
-from kvstore.errors import Corrupt, NotFound
+from kvstore.errors import NotFound
 from kvstore.kvspec import SliceLayout
+from kvstore.store.copies import lies_in, verifies
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.store.waits import finish_despite_cancel
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT, stored_bytes
-from kvstore.tiers.ssd import BlobFile, Unreadable, verify_stored
+from kvstore.tiers.ssd import BlobFile, Unreadable
 
 _log = logging.getLogger("kvstore.scrub")
 _IDLE_S = 1.0
@@ -78,7 +79,7 @@ class Scrubber:
 
     def __init__(
         self, blob_file: BlobFile, writeback: Writeback, readers: Executor, spaces: Callable[[], Iterable[Space]],
-        view: Callable[[int], memoryview], discard: Callable[[Space, int], None], stats: Stats, rate: int,
+        view: Callable[[int], memoryview], discard: Callable[[Space, int, memoryview], None], stats: Stats, rate: int,
     ) -> None:  # fmt: skip
         self._blob_file = blob_file
         self._writeback = writeback
@@ -142,7 +143,7 @@ class Scrubber:
                 if blob.memory is None:
                     await self._look_again(space, blob)
                 else:
-                    await self._mend(space, blob.row, *looked)
+                    await self._mend(space, blob, *looked)
         finally:
             for blob in batch:
                 if blob.memory is not None:
@@ -160,23 +161,26 @@ class Scrubber:
         space.pin(blob.row)
         try:
             ((ssd, _),) = await self._look(space, [blob])
-            await self._mend(space, blob.row, ssd, memory_good=True)
+            await self._mend(space, blob, ssd, memory_good=True)
         finally:
             space.unpin(blob.row)
 
-    async def _mend(self, space: Space, row: int, ssd: "_Copy", memory_good: bool) -> None:
+    async def _mend(self, space: Space, blob: "_Blob", ssd: "_Copy", memory_good: bool) -> None:
         """Do what can be done about the copies of a pinned blob."""
+        row = blob.row
+        if not memory_good and blob.memory is not None and (slot := int(space.blobs.slot[row])) != NO_SLOT:
+            memory_good = not lies_in(blob.memory, self._view(slot))  # a put has brought a good one since it was looked at
         if not space.dropped and ssd is not _Copy.GOOD and space.blobs.on_ssd[row]:
             await self._mend_ssd(space, row, ssd, memory_good=memory_good)
-        if not space.dropped and not memory_good:
-            self._discard(space, row)  # only the copy, unless SSD is known to have none
+        if not space.dropped and not memory_good and blob.memory is not None:
+            self._discard(space, row, blob.memory)  # only the copy, unless SSD is known to have none
 
     def _look_at(self, number: int, batch: "list[_Blob]") -> "list[tuple[_Copy, bool]]":
         """In a reader's thread: how the copies of each blob are, on SSD and in memory."""
         return [
             (
                 self._look_on_ssd(number, blob.name, blob.layout) if blob.on_ssd else _Copy.GOOD,
-                blob.memory is None or _verifies(blob.name, blob.layout, blob.memory),
+                blob.memory is None or verifies(blob.name, blob.layout, blob.memory),
             )
             for blob in batch
         ]
@@ -212,11 +216,3 @@ class Scrubber:
             _log.error("blob %s is bad on SSD and nowhere else: what needs it is dropped", name)
             space.lose_blob(row)
             self._writeback.poke()
-
-
-def _verifies(name: bytes, layout: SliceLayout, stored: memoryview) -> bool:
-    try:
-        verify_stored(name, layout, stored)
-    except Corrupt:
-        return False
-    return True

@@ -74,6 +74,8 @@ class Space:
         self.resident_bytes = 0
         self.spoiled: set[int] = set()
         """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""
+        self._replaced: dict[int, list[int]] = {}
+        """By blob row, the DRAM slots that were its own before a good copy took their place: kept for those who have them in use."""
         self._arena = arena
         self._trash = trash
         self.stats = stats
@@ -104,6 +106,14 @@ class Space:
         self.resident_bytes += self._arena.slot_bytes(slot)
         if self.follower is not None:
             self.follower.moved(row)
+
+    def replace_slot(self, row: int, slot: int) -> None:
+        """Put a good copy in the place of a bad one. The bad one goes with the last who has the blob in use: the caller has it pinned."""
+        bad = int(self.blobs.slot[row])
+        self.spoiled.discard(row)
+        self._replaced.setdefault(row, []).append(bad)
+        self.resident_bytes -= self._arena.slot_bytes(bad)
+        self.set_slot(row, slot)
 
     def clear_slot(self, row: int) -> int:
         """Free a blob's DRAM slot, if it has one. Returns the bytes freed."""
@@ -139,6 +149,9 @@ class Space:
         Pinned is where the bytes are now: of a blob in DRAM, the copy on SSD may go meanwhile, and who waits for room gets it.
         """
         blobs, pinned = self.blobs, bool(self.blobs.pins[row])
+        if not pinned and row in self._replaced:
+            for slot in self._replaced.pop(row):
+                self._arena.free(slot)
         if row in self.spoiled and not pinned:
             self.clear_slot(row)
         in_dram = blobs.slot[row] != NO_SLOT and row not in self.spoiled

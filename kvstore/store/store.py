@@ -16,6 +16,7 @@ from kvstore.hints import NO_HINTS, Hints
 from kvstore.radix.tree import Extras
 from kvstore.radix.values import Path
 from kvstore.store.clock import Clock
+from kvstore.store.copies import Copies
 from kvstore.store.cut import Ask
 from kvstore.store.expiry import Expiry
 from kvstore.store.figures import Figures
@@ -172,7 +173,7 @@ class Store:
         )  # fmt: skip
         self._puts = Puts(
             self._arena, self._residency, self._writeback, self.stats, self.uses, config.put_idle_s, self._files.blobs.footprint,
-            config.ssd_bytes, self.quotas,
+            config.ssd_bytes, self.quotas, Copies(self._arena, self._readers),
         )  # fmt: skip
         self.scrubber = Scrubber(
             self._files.blobs, self._writeback, self._readers, lambda: self._spaces, self._arena.view,
@@ -353,9 +354,9 @@ class Store:
         """Pin a blob in memory, wherever it is now (see Reading.hold)."""
         return await self._reading.hold(space, row, turn, early=early)
 
-    def discard_bad_copy(self, space: Space, row: int) -> None:
-        """A slice did not verify while it was served."""
-        self._reading.discard_bad_copy(space, row)
+    def discard_bad_copy(self, space: Space, row: int, seen: memoryview) -> None:
+        """A slice did not verify while it was served, in the memory `seen` (see Reading.discard_bad_copy)."""
+        self._reading.discard_bad_copy(space, row, seen)
 
     def renew_lease(self, owner: int, lease_id: int, ttl_s: float) -> Lease:
         """Let a lease end `ttl_s` seconds from now."""

@@ -179,7 +179,7 @@ async def test_a_bad_copy_that_is_found_while_the_rest_is_read_is_read_again(tmp
         with stopping_before(monkeypatch, 2) as gate:
             held = await store.hold(space, row, early=True)
             held.view[7] ^= 1
-            store.discard_bad_copy(space, row)
+            store.discard_bad_copy(space, row, held.view)
             gate.set()
             await held.wait_for(SLICES - 1)
             while store._reading._loading:

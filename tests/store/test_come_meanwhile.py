@@ -12,8 +12,9 @@ import pytest
 from kvstore.digests import slice_digest
 from kvstore.errors import Busy, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.store import Ack, Held, PutRequest, Space, Store, scrub
+from kvstore.store import Ack, Held, PutRequest, Space, Store
 from kvstore.store.check import check
+from kvstore.store.copies import verifies
 from kvstore.store.eviction import evict_ssd
 from kvstore.store.puts import Put
 from kvstore.tiers.ssd import BlobBatch, BlobFile
@@ -267,7 +268,7 @@ async def test_who_waits_for_a_blob_that_another_finds_bad_in_memory_reads_it_an
             waiting = None if early else asyncio.create_task(store.hold(space, row))
             await asyncio.sleep(0)
             held.view[7] ^= 1
-            store.discard_bad_copy(space, row)
+            store.discard_bad_copy(space, row, held.view)
             waiting = waiting or asyncio.create_task(store.hold(space, row, early=True))
             await asyncio.sleep(0.02)
             gate.set()
@@ -281,7 +282,7 @@ async def test_who_waits_for_a_blob_that_another_finds_bad_in_memory_reads_it_an
 
 
 async def test_the_scrubber_mends_nothing_from_a_copy_that_is_found_bad_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verifies, gate, looked = scrub._verifies, threading.Event(), threading.Event()
+    gate, looked = threading.Event(), threading.Event()
 
     def gated(name: bytes, layout: SliceLayout, stored: memoryview) -> bool:
         good = verifies(name, layout, stored)
@@ -289,7 +290,7 @@ async def test_the_scrubber_mends_nothing_from_a_copy_that_is_found_bad_meanwhil
         gate.wait(20)
         return good
 
-    monkeypatch.setattr(scrub, "_verifies", gated)
+    monkeypatch.setattr("kvstore.store.scrub.verifies", gated)
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named())
         await put(store, space, (1,), b"v" * 16, Ack.DURABLE)
@@ -300,7 +301,7 @@ async def test_the_scrubber_mends_nothing_from_a_copy_that_is_found_bad_meanwhil
         while not looked.is_set():
             await asyncio.sleep(0.001)
         spoil_dram(store, space, row)
-        store.discard_bad_copy(space, row)
+        store.discard_bad_copy(space, row, store._arena.view(int(space.blobs.slot[row])))
         gate.set()
         await scrubbing
         assert store.stats.scrub_repaired == 0, "bad bytes were written over bad bytes"

@@ -14,6 +14,12 @@ from kvstore.store.eviction import Unit, free_dram
 from tests.store.test_store import OWNER, PARTS, SPEC, Prefix, config, page_bytes, put, read, settings_named, tokens_of
 
 
+def in_dram(store: Store, space: Space, row: int) -> memoryview:
+    found = store.resident(space, row)
+    assert found is not None
+    return found
+
+
 async def test_a_bad_dram_copy_is_replaced_from_ssd(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named())
@@ -21,7 +27,7 @@ async def test_a_bad_dram_copy_is_replaced_from_ssd(tmp_path: Path) -> None:
         row = store.find_blob(space, space.blobs.id_of(0))
         held = await store.hold(space, row)
         held.view[5] ^= 1
-        store.discard_bad_copy(space, row)
+        store.discard_bad_copy(space, row, held.view)
         held.release()
         assert await read(store, space, (1,)) == 1
         assert store.stats.corrupt_blobs == 1
@@ -33,7 +39,7 @@ async def test_a_blob_lost_in_every_tier_is_a_miss(tmp_path: Path) -> None:
         await put(store, space, (1, 2, 3), b"v" * 16)
         slot = int(space.tree.path_slots(space.tree.match(tokens_of((1, 2, 3))))[1])
         row = space.rows_of(slot)[0]
-        store.discard_bad_copy(space, row)
+        store.discard_bad_copy(space, row, in_dram(store, space, row))
         assert await read(store, space, (1, 2, 3)) == 1
         with pytest.raises(NotFound):
             store.find_blob(space, b"\xff" * 16)
@@ -51,7 +57,8 @@ async def test_a_lost_page_ends_what_holds_it(tmp_path: Path) -> None:
         assert short is not None
         under_way = await store.begin_put(OWNER, space, PutRequest(b"w" * 16, tokens_of((1, 2, 3, 4)), {}, 3, PARTS, Ack.MEMORY))
         slot = int(space.tree.path_slots(space.tree.match(tokens_of((1, 2, 3))))[1])
-        store.discard_bad_copy(space, space.rows_of(slot)[0])
+        row = space.rows_of(slot)[0]
+        store.discard_bad_copy(space, row, in_dram(store, space, row))
         assert (whole.pages, short.pages) == (1, 1)
         with pytest.raises(MissingParent):
             await store.commit_put(under_way)

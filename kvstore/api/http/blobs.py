@@ -88,7 +88,7 @@ class BlobRoutes:
         store = self._service.store
         table = held.view[layout.payload_bytes :]
         if blob_id(table) != space.blobs.id_of(held.row):
-            store.discard_bad_copy(space, held.row)
+            store.discard_bad_copy(space, held.row, table)
             raise Corrupt("the blob did not verify; that copy was dropped")
         for index in range(layout.count):
             low, high = max(wanted.start, layout.offsets[index]), min(wanted.stop, layout.offsets[index + 1])
@@ -96,7 +96,7 @@ class BlobRoutes:
                 continue
             whole = held.view[layout.offsets[index] : layout.offsets[index + 1]]
             if slice_digest(whole) != table[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
-                store.discard_bad_copy(space, held.row)
+                store.discard_bad_copy(space, held.row, whole)
                 if response.prepared and request.transport is not None:
                     request.transport.abort()  # too late for a problem: cut the body short instead
                     return
