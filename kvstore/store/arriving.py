@@ -37,6 +37,8 @@ class Arriving:
 
     def end(self, error: BaseException | None = None) -> None:
         """All of it has come; or it never will, for this reason."""
+        if self._ended:
+            return
         self._ended = True
         self._error = error if error is None or isinstance(error, Exception) else Cancelled("the daemon stops reading")
         self._tell()

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from kvstore.digests import DIGEST_BYTES
-from kvstore.errors import Busy, Corrupt, NoSpace, NotFound
+from kvstore.errors import Busy, Cancelled, Corrupt, NoSpace, NotFound
 from kvstore.store.arriving import Arriving
 from kvstore.store.copies import lies_in
 from kvstore.store.rates import Meter
@@ -26,6 +26,7 @@ _log = logging.getLogger("kvstore.reading")
 _STAGING_BLOBS = 4
 _ROOM_WAIT_S = 0.1
 """So long a reader waits for room in DRAM, at most; then it reads around it."""
+_STOPS = "the daemon stops reading"
 
 
 @dataclass(eq=False, slots=True)
@@ -76,6 +77,7 @@ class Reading:
         self._reads = reads
         self._loading: dict[tuple[int, int], tuple[Arriving, asyncio.Task[None]]] = {}
         self._staging = asyncio.Semaphore(_STAGING_BLOBS)
+        self._stopped = False
 
     def find(self, space: Space, blob_id: bytes) -> int:
         """The row of a blob; NotFound if the namespace has no such blob."""
@@ -151,21 +153,36 @@ class Reading:
         """Have a blob read into DRAM. Returns when it is there, or with `early` when its first slice is."""
         name = (space.number, row)
         if name not in self._loading:
+            if self._stopped:
+                raise Cancelled(_STOPS)
             arriving = Arriving()
-            task = asyncio.create_task(self._load(space, row, arriving))
+            task = asyncio.create_task(self._load(space, row, arriving), name="kvstore-read")
             self._loading[name] = arriving, task
             task.add_done_callback(lambda done: self._loaded(name, done))
         arriving, task = self._loading[name]
         if early:
             await arriving.wait_for(0)
         if not early or arriving.ended:
-            await asyncio.shield(task)
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise Cancelled(_STOPS)
+            task.result()
         return arriving
 
     def _loaded(self, name: tuple[int, int], done: "asyncio.Future[None]") -> None:
-        self._loading.pop(name, None)
-        if not done.cancelled():
+        arriving, _ = self._loading.pop(name)
+        if done.cancelled():
+            arriving.end(Cancelled(_STOPS))  # also if it had not begun
+        else:
             done.exception()  # seen: those who waited for it may all be gone
+
+    async def stop(self, wait_s: float) -> bool:
+        """End what is being read into DRAM; nothing more will be. False if a read does not end within `wait_s`."""
+        self._stopped = True
+        tasks = [task for _, task in self._loading.values()]
+        for task in tasks:
+            task.cancel()
+        return not tasks or not (await asyncio.wait(tasks, timeout=wait_s))[1]
 
     async def _load(self, space: Space, row: int, arriving: Arriving) -> None:
         space.pin(row)

@@ -78,7 +78,7 @@ class Store:
         self.loaded = asyncio.Event()
         """Set once all pages are back from the journal."""
         self.stuck = False
-        """Whether a write did not end when the store was closed; then a thread is left that only the end of the process ends."""
+        """Whether a read or a write did not end when the store was closed; then a thread is left that only the end of the process ends."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S)
         self._clock = clock or Clock()
@@ -214,14 +214,15 @@ class Store:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not (reads_ended := await self._reading.stop(self.config.shutdown_s)):
+            _log.critical("a read from SSD does not end: it is left behind, unfinished")
         await flush(self._spaces, self._writeback, self.config.shutdown_s)
         text_is_closed = await self.recipes.stop(self.config.shutdown_s)
-        if await self._writeback.stop(self._writeback_task, self.config.shutdown_s):
-            await asyncio.to_thread(self._close)
-        else:
+        if not (writes_ended := await self._writeback.stop(self._writeback_task, self.config.shutdown_s)):
             _log.critical("a write to SSD does not end: it is left behind, unfinished")
-            self.stuck = True
-        self.stuck |= not text_is_closed
+        if reads_ended and writes_ended:
+            await asyncio.to_thread(self._close)
+        self.stuck = not (reads_ended and writes_ended and text_is_closed)
         self._arena.close()
         self._files.dir.close()
 

@@ -57,6 +57,7 @@ class Arena:
         self._used = 0
         self._used_by: Counter[str] = Counter()
         self._next = 0
+        self._closed = False
         self.opened = 0
         """Times that an empty segment got something into it."""
 
@@ -123,7 +124,9 @@ class Arena:
         self._segments[slot >> _SEGMENT_SHIFT].owner[slot & _SLOT_MASK] = owner
 
     def free(self, slot: int) -> None:
-        """Give a slot back."""
+        """Give a slot back. After `close` nothing: a reader lets go of what it had."""
+        if self._closed:
+            return
         number = slot >> _SEGMENT_SHIFT
         segment = self._segments[number]
         if not segment.free and not segment.shut:
@@ -256,6 +259,7 @@ class Arena:
 
     def close(self) -> None:
         """Give back every segment. Views still held elsewhere stay readable until they are dropped."""
+        self._closed = True
         close_segments(self._segments.values())
         self._segments.clear()
         self._open.clear()

@@ -5,12 +5,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore.digests import slice_digest
-from kvstore.errors import Corrupt
+from kvstore.errors import Cancelled, Corrupt
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, Held, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.check import check
@@ -65,8 +66,8 @@ async def cold_page(store: Store) -> tuple[Space, int]:
     return space, row
 
 
-def large_store(folder: Path) -> Store:
-    return Store(config(folder / "d", dram_bytes=32 * MIB, ssd_bytes=64 * MIB, segment_bytes=8 * MIB))
+def large_store(folder: Path, **changes: Any) -> Store:
+    return Store(config(folder / "d", dram_bytes=32 * MIB, ssd_bytes=64 * MIB, segment_bytes=8 * MIB, **changes))
 
 
 def damage(folder: Path, number: int) -> None:
@@ -190,3 +191,38 @@ async def test_a_bad_copy_that_is_found_while_the_rest_is_read_is_read_again(tmp
         again = await store.hold(space, row)
         assert again.view[: len(DATA)] == DATA
         await _nothing_left(store, again)
+
+
+async def test_a_close_ends_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await large_store(tmp_path).__aenter__()
+    space, row = await cold_page(store)
+    with stopping_before(monkeypatch, 2) as gate:
+        held = await store.hold(space, row, early=True)
+        waiting = asyncio.create_task(store.hold(space, row))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(store.__aexit__())
+        while not store._reading._stopped:
+            await asyncio.sleep(0.001)
+        gate.set()
+        await closing
+    assert not store.stuck
+    assert [task.get_name() for task in asyncio.all_tasks() if "kvstore" in task.get_name()] == [], "a task was left"
+    for cut_off in (held.wait_for(SLICES - 1), waiting, store.hold(space, row)):
+        with pytest.raises(Cancelled):
+            await cut_off
+    held.release()
+
+
+async def test_a_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await large_store(tmp_path, shutdown_s=0.1).__aenter__()
+    space, row = await cold_page(store)
+    with stopping_before(monkeypatch, 2) as gate:
+        held = await store.hold(space, row, early=True)
+        async with asyncio.timeout(15):
+            await store.__aexit__()
+        assert store.stuck
+        gate.set()
+        with pytest.raises(Cancelled):
+            await held.wait_for(SLICES - 1)
+    held.release()
+    await asyncio.to_thread(store._close)
