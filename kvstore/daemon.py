@@ -22,7 +22,7 @@ from kvstore.api.same_host import SameHost
 from kvstore.config import Config
 from kvstore.errors import BadRequest, KVStoreError
 from kvstore.heap import keep_freed_memory
-from kvstore.machine import read_memory, tight, too_much
+from kvstore.machine import outgrows, read_disk, read_memory, tight, too_much
 from kvstore.recorder import Recorder
 from kvstore.store import Clock, Store, StoreConfig
 
@@ -97,7 +97,10 @@ def _say_what_was_chosen(chosen: StoreConfig) -> None:
     for tier, size in (("DRAM", chosen.dram_bytes), ("SSD", chosen.ssd_bytes)):
         _log.info("%s tier: %.1f MiB", tier, size / (1 << 20))
     _log.info("policy: %s", chosen.policy)
-    if warning := tight(chosen.dram_bytes, memory):
+    warnings = [tight(chosen.dram_bytes, memory)]
+    with contextlib.suppress(OSError):  # what can't be used is an error when it is opened
+        warnings.append(outgrows(chosen.ssd_bytes, read_disk(chosen.data_dir)))
+    for warning in filter(None, warnings):
         _log.warning("%s", warning)
 
 

@@ -1,5 +1,6 @@
-"""What the machine gives this process: memory, physical and as control groups limit it. Sizes in bytes."""
+"""What the machine gives this process: memory, physical and as control groups limit it, and room on disk. Sizes in bytes."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,4 +87,46 @@ def tight(dram: int, memory: Memory) -> str | None:
     return (
         f"the DRAM tier of {dram} bytes is more than {WARN_SHARE:.0%} of the {memory.available} that are available: "
         "puts may get no_space, or the kernel may end a process; give a smaller --dram"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Of the disk under a data directory: what is free, and what the files of the store take."""
+
+    free: int
+    taken: int
+
+    @property
+    def room(self) -> int:
+        """What the store may have in all."""
+        return self.free + self.taken
+
+
+def read_disk(data_dir: Path) -> Disk:
+    """The disk under a data directory, which need not be there yet. Raises OSError where it can't be looked at."""
+    taken = sum(file.stat().st_blocks * 512 for file in data_dir.glob("*/data.mdb"))
+    return Disk(shutil.disk_usage(existing(data_dir)).free, taken)
+
+
+def existing(path: Path) -> Path:
+    """A folder, or the nearest one above it that is there."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def on_disk(ssd: int) -> int:
+    """What an SSD tier of this size may take on disk: the blob file may be a tenth and 256 MiB larger than the tier."""
+    return ssd + ssd // 10 + (256 << 20)
+
+
+def outgrows(ssd: int, disk: Disk) -> str | None:
+    """Why an SSD tier of this size may fill its disk, or None."""
+    if on_disk(ssd) <= disk.room:
+        return None
+    return (
+        f"the SSD tier of {ssd} bytes may take {on_disk(ssd)} on disk, where {disk.free} are free and {disk.taken} are taken by the store: "
+        "a full disk stops demotion and durable puts; give a smaller --ssd, or a larger disk"
     )

@@ -12,7 +12,7 @@ import pytest
 from kvstore.doctor import CHECKS, Facts, Finding, Setup, read_facts, worst
 from kvstore.doctor import checks as c
 from kvstore.doctor.probes import DiskSpeed, measure_disk, measure_loopback
-from kvstore.machine import Memory
+from kvstore.machine import Disk, Memory
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -20,7 +20,7 @@ SETUP = Setup(Path("/data"), dram=64 * GIB, ssd=1024 * GIB, segment=64 * MIB, ma
 GOOD = Facts(
     setup=SETUP, memory=Memory(256 * GIB, 200 * GIB, 0, False), daemon_running=False, descriptors=1 << 20, locked_memory=None,
     address_space=None, core_size=0, shmem_huge="advise", anonymous_huge="madvise", max_maps=65530, overcommit=0, filesystem="ext4",
-    mount="/", disk_free=2048 * GIB, store_bytes=0, cpus=16, cpu_quota=None, load=1.0, clock="tsc", kernel=(6, 1), python="3.11.9",
+    mount="/", space=Disk(2048 * GIB, 0), cpus=16, cpu_quota=None, load=1.0, clock="tsc", kernel=(6, 1), python="3.11.9",
     debug=False, disk=DiskSpeed(GIB, 0.001, 2 * GIB, True, 256 * MIB), loopback=4 * GIB,
 )  # fmt: skip
 
@@ -51,9 +51,9 @@ BAD: list[tuple[c.Check, dict[str, Any], str, str]] = [
     (c.filesystem, {"filesystem": "tmpfs"}, "bad", "--data-dir"),
     (c.filesystem, {"filesystem": "btrfs"}, "warn", "--data-dir"),
     (c.filesystem, {"filesystem": "unheard-of"}, "warn", "--data-dir"),
-    (c.disk_space, {"disk_free": 512 * GIB}, "bad", "--ssd"),
-    (c.disk_space, {"disk_free": 1030 * GIB}, "warn", "--ssd"),
-    (c.disk_space, {"disk_free": 512 * GIB, "store_bytes": 700 * GIB}, "ok", ""),
+    (c.disk_space, {"space": Disk(512 * GIB, 0)}, "bad", "--ssd"),
+    (c.disk_space, {"space": Disk(1030 * GIB, 0)}, "warn", "--ssd"),
+    (c.disk_space, {"space": Disk(512 * GIB, 700 * GIB)}, "ok", ""),
     (c.disk_writes, {"disk": DiskSpeed(100 * MIB, 0.001, GIB, True, 1)}, "warn", "NVMe"),
     (c.disk_writes, {"disk": DiskSpeed(MIB, 0.001, GIB, True, 1)}, "bad", "NVMe"),
     (c.disk_sync, {"disk": DiskSpeed(GIB, 0.05, GIB, True, 1)}, "warn", "power-loss"),
@@ -98,7 +98,7 @@ def test_the_gravest_verdict_counts() -> None:
 def test_facts_of_this_machine(tmp_path: Path) -> None:
     facts = read_facts(replace(SETUP, data_dir=tmp_path / "not" / "there"))
     assert facts.memory.limit > 0
-    assert facts.disk_free > 0
+    assert facts.space.free > 0
     assert facts.filesystem != "unknown"
     assert tmp_path.is_relative_to(facts.mount)
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.config import load_config
 from kvstore.errors import BadRequest
-from kvstore.machine import Memory, read_memory, tight, too_much
+from kvstore.machine import Disk, Memory, outgrows, read_disk, read_memory, tight, too_much
 
 GIB = 1 << 30
 
@@ -56,6 +56,15 @@ def test_too_much_is_refused_and_much_is_warned_of() -> None:
     assert "control group" in (too_much(16 * GIB + 1, Memory(16 * GIB, 8 * GIB, 0, True)) or "")
     assert tight(6 * GIB, memory) is None
     assert "available" in (tight(7 * GIB, memory) or "")
+
+
+def test_a_tier_that_its_disk_has_no_room_for_is_warned_of(tmp_path: Path) -> None:
+    assert outgrows(100 * GIB, Disk(50 * GIB, 61 * GIB)) is None
+    assert "--ssd" in (outgrows(100 * GIB, Disk(50 * GIB, 60 * GIB)) or "")
+    (tmp_path / "d/blobs").mkdir(parents=True)
+    (tmp_path / "d/blobs/data.mdb").write_bytes(bytes(1 << 20))
+    assert read_disk(tmp_path / "d").taken == 1 << 20
+    assert read_disk(tmp_path / "not/there").free > 0
 
 
 def test_the_environment_is_read_and_mistakes_in_it_are_refused() -> None:

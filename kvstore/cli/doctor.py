@@ -27,8 +27,8 @@ def doctor(
     """
     from kvstore.config import load_config
     from kvstore.doctor import CHECKS, Setup, read_facts, worst  # the other commands start faster without these
-    from kvstore.doctor.facts import existing
     from kvstore.doctor.probes import measure_disk, measure_loopback
+    from kvstore.machine import existing
 
     settings = load_config({"data_dir": data_dir, "dram": dram, "ssd": ssd}, config)
     sizes = settings.store_config()
@@ -36,7 +36,7 @@ def doctor(
     if measure:
         folder = existing(settings.data_dir)
         try:
-            facts = replace(facts, disk=measure_disk(folder, facts.disk_free), loopback=measure_loopback())
+            facts = replace(facts, disk=measure_disk(folder, facts.space.free), loopback=measure_loopback())
         except OSError as error:
             raise BadRequest(f"can't measure in {folder}: {error}; give a --data-dir that can be written, or --no-measure") from error
     findings = [finding for check in CHECKS if (finding := check(facts)) is not None]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kvstore.api.same_host import MAX_LENT_BUFFERS
 from kvstore.doctor.facts import Facts
 from kvstore.doctor.findings import Finding, Verdict
-from kvstore.machine import tight, too_much
+from kvstore.machine import on_disk, tight, too_much
 
 Check = Callable[[Facts], Finding | None]
 
@@ -194,12 +194,11 @@ def filesystem(facts: Facts) -> Finding:
 
 def disk_space(facts: Facts) -> Finding:
     """The blob file grows to the tier's size and a little more."""
-    wanted = facts.setup.ssd + facts.setup.ssd // 10 + 256 * _MIB
-    have = facts.disk_free + facts.store_bytes
-    verdict: Verdict = "ok" if have >= wanted else "warn" if have >= facts.setup.ssd else "bad"
+    ssd, disk = facts.setup.ssd, facts.space
+    verdict: Verdict = "ok" if disk.room >= on_disk(ssd) else "warn" if disk.room >= ssd else "bad"
     return Finding(
         "disk space", verdict,
-        f"SSD tier {_size(facts.setup.ssd)}; {_size(facts.disk_free)} free, {_size(facts.store_bytes)} taken by the store",
+        f"SSD tier {_size(ssd)}; {_size(disk.free)} free, {_size(disk.taken)} taken by the store",
         "the file may be a tenth and 256 MiB larger than the tier, with the journal on top; a full disk stops demotion and durable puts",
         "" if verdict == "ok" else "a smaller --ssd, or a larger disk",
     )  # fmt: skip

@@ -4,13 +4,12 @@ import fcntl
 import os
 import platform
 import resource
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.doctor.probes import DiskSpeed
-from kvstore.machine import Memory, read_memory
+from kvstore.machine import Disk, Memory, existing, read_disk, read_memory
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 _CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -46,8 +45,7 @@ class Facts:
     overcommit: int | None
     filesystem: str
     mount: str
-    disk_free: int
-    store_bytes: int
+    space: Disk
     cpus: int
     cpu_quota: float | None
     load: float
@@ -80,8 +78,7 @@ def read_facts(setup: Setup) -> Facts:
         overcommit=_number(Path("/proc/sys/vm/overcommit_memory")),
         filesystem=filesystem,
         mount=mount,
-        disk_free=shutil.disk_usage(there).free,
-        store_bytes=sum(f.stat().st_blocks * 512 for f in setup.data_dir.glob("*/data.mdb")),
+        space=read_disk(setup.data_dir),
         cpus=len(os.sched_getaffinity(0)),
         cpu_quota=_cpu_quota(),
         load=os.getloadavg()[0],
@@ -90,14 +87,6 @@ def read_facts(setup: Setup) -> Facts:
         python=platform.python_version(),
         debug=sys.flags.dev_mode or bool(os.environ.get("PYTHONASYNCIODEBUG")) or hasattr(sys, "gettotalrefcount"),
     )
-
-
-def existing(path: Path) -> Path:
-    """A folder, or the nearest one above it that is there."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def _limit(which: int) -> int | None:

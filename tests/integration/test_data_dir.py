@@ -1,6 +1,7 @@
 """Data directories that a daemon must not touch, and a clean stop."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,12 @@ def test_a_second_daemon_is_refused_and_the_first_goes_on(data_dir: Path) -> Non
         for endpoint in (first.endpoint, first.unix_endpoint):
             with Client(endpoint) as client:
                 open_namespace(client)
+
+
+def test_an_ssd_tier_that_may_fill_the_disk_is_warned_of(data_dir: Path) -> None:
+    for nbytes, warned in ((16 << 20, False), (2 * shutil.disk_usage(data_dir.parent).total, True)):
+        with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", str(nbytes)) as daemon:
+            assert any("may take" in line and "--ssd" in line for line in daemon.lines) is warned
 
 
 def test_after_two_starts_that_died_while_loading_the_journal_is_salvaged(data_dir: Path) -> None:
