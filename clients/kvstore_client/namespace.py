@@ -1,6 +1,5 @@
 """A namespace as a client sees it: match, fetch, put, and what is told about prefixes."""
 
-import asyncio
 import secrets
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from kvstore.api.wire.messages import (
     Prefix,
     PutStart,
 )
-from kvstore_client.arguments import FLAG, PUT_ID, checked, instance, readable, writable
+from kvstore_client.arguments import FLAG, PUT_ID, checked, instance, writable
 from kvstore_client.blocks import PageShape
 from kvstore_client.convert import hints_meta, part_list, part_runs
 from kvstore_client.direct import Elsewhere, current
@@ -29,6 +28,7 @@ from kvstore_client.fetching import OnGroup, fetch_blocks
 from kvstore_client.match import Match
 from kvstore_client.plan import Priority, layer_groups, page_parts
 from kvstore_client.put import PUT_BYTES, PUT_PAGES, PutResult, in_all, put_once
+from kvstore_client.put_flat import flat_commits, put_flat
 from kvstore_client.put_layout import check_alone
 from kvstore_client.scattered import Scattered, laid_out
 from kvstore_client.session import Session
@@ -207,20 +207,28 @@ class Namespace(TextCalls):
         `hints` say whose turn it was, and how it ended. `recipe` is what is kept in place of the token ids, to compute the pages again,
         where the namespace keeps recipes.
 
+        In a flat namespace `tokens` are the digests of pages that each stand alone, in any order, each once. They go in commits of at most
+        256 pages and about 16 MiB: of each, all pages are put or none.
+
         Raises MissingParent if the pages before are not in the store, and NoSpace.
         """
         if put_id is None:
             check_alone(self.spec, parts)
         parts, raw = parts or (self.spec.whole(),), token_view(tokens)
-        if self.spec.flat and len(raw) > self.spec.hash_bytes:
-            return await self._put_flat(raw, data, parts, durable, whole_s, put_id, hints, timeout)
+        put_id, ack = put_id or secrets.token_bytes(DIGEST_BYTES), "durable" if durable else "memory"
+        if self.spec.flat:
+            message = PutStart(namespace=self.id, put_id=put_id, first_page=0, parts=[], ack=ack, hints=hints_meta(hints))
+            if first_page or base is not None or recipe is not None:
+                raise BadRequest("in a flat namespace every page stands alone: there is no first page, no base and no recipe")
+            commits = flat_commits(self.spec, parts, raw, data, spans, extras)
+            async with self.client.deadline(timeout):
+                return await put_flat(self.client, commits, message, whole_s, progress)
         start = base.pages if base is not None else 0
         if first_page < 0:
             raise BadRequest(f"a put from page {first_page} on")
         first_page = max(first_page, start)
         total = start + len(raw) // 4 // self.spec.label_words
         layout, source = laid_out(self.spec, parts, first_page, total, spans, data)
-        put_id = put_id or secrets.token_bytes(DIGEST_BYTES)
         done: list[Committed] = []
         async with self.client.deadline(timeout):
             for first, last in layout.commits(PUT_PAGES, PUT_BYTES):
@@ -231,36 +239,12 @@ class Namespace(TextCalls):
                 extra_pages, payload = with_extras(upto, extras, last - start)
                 message = PutStart(
                     namespace=self.id, put_id=put_id, first_page=first, spans=its_spans, parts=part_list(ranges),
-                    ack="durable" if durable else "memory", extra_pages=extra_pages, base=base.lease if base is not None else 0,
+                    ack=ack, extra_pages=extra_pages, base=base.lease if base is not None else 0,
                     hints=hints_meta(hints), recipe_kind=recipe.kind if recipe is not None else "",
                     recipes=recipe.of(first - first_page, last - first_page, total - first_page) if recipe is not None else [],
                 )  # fmt: skip
                 done.append(await put_once(self.client, message, payload, source, layout, whole_s, progress))
         return in_all(done)
-
-    async def _put_flat(
-        self, digests: memoryview, data: Any, parts: tuple[PartRange, ...], durable: bool, whole_s: float, put_id: bytes | None,
-        hints: Hints | None, timeout: float | None,
-    ) -> PutResult:  # fmt: skip
-        """Pages that stand alone, one put each."""
-        width = self.spec.hash_bytes
-        pages, size = len(digests) // width, sum(self.spec.part_bytes(p) for p in parts)
-        each: list[Any]
-        if isinstance(data, Scattered):
-            each = [data.pages(page, page + 1) for page in range(pages)]
-        else:
-            source = readable(data)
-            if len(source) != pages * size:
-                raise BadRequest(f"{len(source)} bytes of data for {pages} pages of {size}")
-            each = [source[page * size : (page + 1) * size] for page in range(pages)]
-        puts = [
-            self.put(
-                digests[page * width : (page + 1) * width], its, parts=parts, durable=durable, whole_s=whole_s, put_id=put_id, hints=hints,
-                timeout=timeout,
-            )
-            for page, its in enumerate(each)
-        ]  # fmt: skip
-        return in_all(await asyncio.gather(*puts))
 
     # --- streams -------------------------------------------------------------------------------------------------------
 

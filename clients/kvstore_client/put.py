@@ -6,7 +6,7 @@ Streams of layers are in streams.py.
 import asyncio
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.api.wire import MAX_BULK_PAYLOAD, Busy, FrameType, PartRange
@@ -30,17 +30,22 @@ PUT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """Pages that are new in the store, that had a version already, and that still lack what other shards of the put id bring."""
+    """Pages that are new in the store, that had a version already, and that still lack what other shards of the put id bring.
+
+    Of a flat namespace `existing` says which pages [first, last) of the call had one.
+    """
 
     new_pages: int
     existing_pages: int
     pending_pages: int = 0
+    existing: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 def in_all(done: Iterable[PutResult | Committed]) -> PutResult:
     """What several commits, or puts, came to."""
     counts = [(one.new_pages, one.existing_pages, one.pending_pages) for one in done]
-    return PutResult(*(sum(column) for column in zip((0, 0, 0), *counts, strict=True)))
+    new, existing, pending = (sum(column) for column in zip((0, 0, 0), *counts, strict=True))
+    return PutResult(new, existing, pending)
 
 
 async def put_once(

@@ -119,13 +119,18 @@ class StoreLink(LinkLoop):
             pass  # a miss
         except UnknownNamespace:
             self._namespaces.clear()  # another store behind the same endpoint: it gets its namespaces when it is asked next
-        except (NoSpace, Busy) as error:
-            self.say("full", f"kvstore has no room, and pages are not kept: {error}")
         except (KVStoreError, OSError) as error:
-            self.say(type(error).__name__, f"kvstore refuses, and the engine goes on without it: {error}")
+            self.refused(error)
         else:
             return found
         return otherwise
+
+    def refused(self, error: Exception) -> None:
+        """The store says no, if only to some pages: that is said once in a while."""
+        if isinstance(error, NoSpace | Busy):
+            self.say("full", f"kvstore has no room, and pages are not kept: {error}")
+        else:
+            self.say(type(error).__name__, f"kvstore refuses, and the engine goes on without it: {error}")
 
     def say(self, what: str, words: str) -> None:
         """Say something once in a while."""

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from kvstore_connectors.engines import needs
@@ -27,11 +28,13 @@ from kvstore_client.match import Match
 from kvstore_client.namespace import Namespace
 from kvstore_connectors.hashed_link import LinkOptions, StoreLink
 from kvstore_connectors.hashed_pages import labels, scattered
+from kvstore_connectors.hashed_puts import Outcome, batches, put_pages
 from kvstore_connectors.lmcache_spaces import Layout, Space, label_of, layout_asked, space_of
 
 log = logging.getLogger(__name__)
 
-_STORES_AT_ONCE = 8
+_STORES_AT_ONCE = 4
+"""Puts, each of up to 16 MiB or of one object."""
 _LEAST_HASH_BYTES = 16
 
 
@@ -229,9 +232,18 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         stored: dict[int, int] = {}
         whole = False
         try:
-            outcomes = await asyncio.gather(*(self._store_one(key, obj) for key, obj in zip(keys, objects, strict=True)))
-            whole = all(nbytes is not None for nbytes in outcomes)
-            stored = {index: nbytes for index, nbytes in enumerate(outcomes) if nbytes}
+            spaces: dict[Space, list[int]] = defaultdict(list)
+            for index, (key, obj) in enumerate(zip(keys, objects, strict=True)):
+                if not self._refused(key):
+                    spaces[self._space(key, Layout.of_object(obj))].append(index)
+            puts = [
+                self._store_some(space, keys, objects, indices[run])
+                for space, indices in spaces.items()
+                for run in batches(len(indices), space.layout.nbytes)
+            ]
+            there = dict(chain.from_iterable(await asyncio.gather(*puts)))
+            whole = len(there) == len(keys)
+            stored = {index: nbytes for index, nbytes in sorted(there.items()) if nbytes}
             if stored:
                 self._notify_keys_stored([keys[index] for index in stored], list(stored.values()))
         except Exception:  # whatever it was: who waits is told, and LMCache goes on
@@ -241,20 +253,22 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 self._stores[number] = L2StoreResult(whole, sum(stored.values()) if whole else 0)
             self._store_event.notify()
 
-    async def _store_one(self, key: Any, obj: Any) -> int | None:
-        """Bytes that are new in the store; None if the object did not get there."""
-        if self._refused(key):
-            return None
-        layout = Layout.of_object(obj)
+    async def _store_some(self, space: Space, keys: list[Any], objects: list[Any], indices: list[int]) -> list[tuple[int, int]]:
+        """Store objects of one layout. Those that are there then, each with its bytes if it is new, else 0."""
+        nbytes = space.layout.nbytes
+        data = scattered([[objects[index].data_ptr] for index in indices], nbytes)
 
-        async def put() -> int:
-            namespace = await self._open(self._space(key, layout))
-            data = scattered([[obj.data_ptr]], layout.nbytes)
-            done = await namespace.put(label_of(key), data, durable=self._config.link.durable)
-            return layout.nbytes if done.new_pages else 0
+        async def put() -> Outcome:
+            namespace = await self._open(space)
+            return await put_pages(namespace, [label_of(keys[index]) for index in indices], data, durable=self._config.link.durable)
 
         async with self._at_once:
-            return await self._link.attempt(put, None, self._config.link.transfer_timeout_s)
+            done = await self._link.attempt(put, None, self._config.link.transfer_timeout_s)
+        if done is None:
+            return []
+        if done.error is not None:
+            self._link.refused(done.error)
+        return [(index, nbytes if new else 0) for index, new in zip(indices, done.new, strict=True) if new is not None]
 
     async def _lookup(self, number: int, keys: list[Any], descs: dict[int, Any]) -> None:
         task = _Task(keys)

@@ -24,6 +24,7 @@ from kvstore_client.match import Match
 from kvstore_client.namespace import Namespace
 from kvstore_connectors.hashed_link import LinkOptions, StoreLink
 from kvstore_connectors.hashed_pages import labels, scattered
+from kvstore_connectors.hashed_puts import batches, put_pages
 from kvstore_connectors.sglang_pools import HostPool, PageForm, PageSpace, Shard, key_label, tensor_kind, tensor_rows
 from kvstore_connectors.sglang_restore import restorable
 
@@ -34,7 +35,8 @@ Pages = set[int]
 """Some pages of a call, by their places in its list."""
 
 _ENGINES_OWN = ("backend_name", "module_path", "class_name", "interface_v1")
-_PUTS_AT_ONCE = 8
+_PUTS_AT_ONCE = 4
+"""Each of up to 16 MiB, or of one page."""
 
 
 class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc]
@@ -357,15 +359,19 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc]
             await namespace.put(labels(map(key_label, [*prefix, *keys])), data, first_page=len(prefix), durable=durable)
             return set(range(len(keys)))
 
-        async def one(page: int) -> None:
+        async def some(run: slice) -> Pages:
             async with self._at_once:
-                await namespace.put(key_label(keys[page]), data.pages(page, page + 1), durable=durable)
+                done = await put_pages(namespace, [*map(key_label, keys[run])], data.pages(run.start, run.stop), durable=durable)
+            if done.error is not None:
+                self._link.refused(done.error)
+            return {run.start + page for page, new in enumerate(done.new) if new is not None}
 
-        outcomes = await asyncio.gather(*(one(page) for page in range(len(keys))), return_exceptions=True)
+        runs = batches(len(keys), space.spec.page_bytes)
+        outcomes = await asyncio.gather(*map(some, runs), return_exceptions=True)
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if len(failed) == len(keys):
+        if len(failed) == len(outcomes):
             raise failed[0]
-        return {page for page, outcome in enumerate(outcomes) if outcome is None}
+        return set().union(*(outcome for outcome in outcomes if not isinstance(outcome, BaseException)))
 
 
 def _prefix(extra_info: Any) -> list[str] | None:

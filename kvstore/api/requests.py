@@ -150,10 +150,10 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
         context.store.abort_put(put)
         raise
     result = await context.store.commit_put(put, min(message.whole_ms, MAX_COMMIT_WAIT_MS) / 1000)
-    return Reply(
-        FrameType.COMMITTED,
-        Committed(new_pages=result.new_pages, existing_pages=result.existing_pages, pending_pages=result.pending_pages),
+    done = Committed(
+        new_pages=result.new_pages, existing_pages=result.existing_pages, pending_pages=result.pending_pages, existing=list(result.existing)
     )
+    return Reply(FrameType.COMMITTED, done)
 
 
 async def _prefetch(context: Context, message: Prefix, payload: bytes) -> Reply:

@@ -164,6 +164,29 @@ class TreeStructure:
         self._page_count += count
         return node, offset
 
+    def _append_apart(self, new: NewPages) -> tuple[Slots, list[int]]:
+        """Put each new page into a node of its own below the root. Returns their slots and nodes. Raises NoSpace, with none added."""
+        count = len(new.keys) // KEY_BYTES
+        nodes, pages = self.nodes, self.pages
+        if self._page_count + self._ghost_count + count > self.capacity or pages.ranges.capacity - pages.ranges.used < count:
+            raise NoSpace(f"the table of pages is full ({self.capacity})")
+        if self.parts.slots.available < new.blobs.size or nodes.slots.available < count:
+            raise NoSpace("the tables of parts or nodes are full")  # before anything is changed
+        starts = [pages.ranges.allocate(1) for _ in range(count)]
+        made = [nodes.new(ROOT, start, 1, 1, 0) for start in starts]
+        for node in made:
+            nodes.link(ROOT, node)
+        slots = np.array(starts, np.int32)
+        pages.key[slots] = np.frombuffer(new.keys, np.uint8).reshape(count, KEY_BYTES)
+        pages.node[slots] = made
+        pages.leases[slots] = pages.recency[slots] = pages.retain[slots] = 0
+        for recency in pages.part_recency:
+            recency[slots] = 0
+        self._fill(slots, new)
+        pages.key_index.add_many(pages.key[slots].view("<u8")[:, 0].tolist(), starts)
+        self._page_count += count
+        return slots, made
+
     def _fill(self, where: "slice | Slots", new: NewPages) -> None:
         """Give pages that have none their version and parts."""
         pages = self.pages

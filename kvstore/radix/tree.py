@@ -202,6 +202,13 @@ class RadixTree(TreeStructure):
             first = max(len(slots) - rule.pages, 0)
             part_recency[slots[first:]] = recency[first:]
 
+    def touch_alone(self, slots: Slots, tick: int) -> None:
+        """As `touch`, of pages that each stand alone: the first was used at `tick`, each next one a tick later."""
+        recency = (np.arange(tick, tick + len(slots), dtype=np.int64) << RECENCY_DEPTH_BITS) + MAX_DEPTH
+        self.pages.recency[slots] = recency
+        for part_recency in self.pages.part_recency:
+            part_recency[slots] = recency
+
     def cool(self, slots: Slots, depth: int) -> None:
         """Make pages the first to go: consecutive ones, the first at `depth`, and nothing below them is to stay."""
         self.pages.recency[slots] = MAX_DEPTH - np.arange(depth, depth + len(slots))
@@ -288,6 +295,31 @@ class RadixTree(TreeStructure):
             last = self.pages.find_any(new.keys[(back - 1) * KEY_BYTES : back * KEY_BYTES])
             self._revive(self.path_slots(self.path_to(last), base.pages), _rows(new, 0, back))
 
+    def extend_alone(self, labels: bytes, extras: Extras, new: NewPages) -> None:
+        """Add pages that each stand alone, right below the root, as those of a flat namespace do; ghosts among them come back to life.
+
+        None of them is there, and no two are the same. Raises NoSpace, with no page added.
+        """
+        width, pages = self.pages.token_bytes, self.pages
+        ghosts: list[tuple[int, int]] = []
+        if self._ghost_count:
+            found = [pages.find_any(new.keys[at : at + KEY_BYTES]) for at in range(0, len(new.keys), KEY_BYTES)]
+            ghosts = [(page, slot) for page, slot in enumerate(found) if slot >= 0]
+        back = {page for page, _ in ghosts}
+        fresh = [page for page in range(len(new.blobs)) if page not in back]
+        if self.parts.slots.available < int((new.blobs >= 0).sum()):
+            raise NoSpace("the table of parts is full")
+        if fresh:
+            mine = [self._label(labels, extras, page) for page in fresh]
+            slots, nodes = self._append_apart(_chosen(new, fresh) if back else new)
+            pages.tokens[slots] = np.frombuffer(b"".join(label[:width] for label in mine), np.uint8).reshape(len(slots), width)
+            if extras or self.has_extras:
+                self.has_extras = True
+                pages.extras[slots] = np.frombuffer(b"".join(label[width:] for label in mine), np.uint8).reshape(len(slots), KEY_BYTES)
+            self.child_index.add_many([child_hash(ROOT, label[:width], label[width:]) for label in mine], nodes)
+        if back:  # last, as it can't fail
+            self._revive(np.array([slot for _, slot in ghosts], np.int32), _chosen(new, [page for page, _ in ghosts]))
+
     def insert_below(self, parent_key: bytes, new: NewPages, labels: tuple[bytes, bytes] | None) -> bool:
         """Add a run read from a journal below the page `parent_key`; False if that page is not in the tree.
 
@@ -311,6 +343,11 @@ class RadixTree(TreeStructure):
 
 def _rows(new: NewPages, first: int, last: int) -> NewPages:
     return NewPages(new.keys[first * KEY_BYTES : last * KEY_BYTES], new.version, new.blobs[first:last], new.ranges)
+
+
+def _chosen(new: NewPages, which: list[int]) -> NewPages:
+    keys = b"".join(new.keys[page * KEY_BYTES : (page + 1) * KEY_BYTES] for page in which)
+    return NewPages(keys, new.version, new.blobs[which], new.ranges)
 
 
 def extra_run(extras: Extras, first: int, count: int) -> bytes:

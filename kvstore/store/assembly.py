@@ -27,12 +27,25 @@ MAX_PENDING_PAGES = 1 << 17
 """Of all computations: each costs some hundred bytes besides its parts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bringing:
+    """Who brings something, until when it is kept (`expires`, monotonic) unless more comes, and what is to become of it."""
+
+    owner: int
+    expires: float
+    durable: bool = False
+    hints: Hints = NO_HINTS
+
+
 @dataclass(eq=False, slots=True)
 class Assembly:
-    """What is pending of one computation, and whose shards are in it. It ends at `expires` unless more comes."""
+    """What is pending of one computation, in a flat namespace of one page of it, and whose shards are in it.
+
+    It ends at `expires` unless more comes.
+    """
 
     space: Space
-    put_id: bytes
+    name: "_Name"
     expires: float
     owners: set[int]
     durable: bool
@@ -40,12 +53,25 @@ class Assembly:
     hints: Hints = NO_HINTS
     """Those of the shard that came last with any."""
 
+    @property
+    def put_id(self) -> bytes:
+        """The computation."""
+        return self.name[1]
+
+
+_Name = tuple[int, bytes, bytes]
+"""Namespace, put id and, where pages stand alone, the page's key: nothing binds one of them to another."""
+
+
+def _name(space: Space, put_id: bytes, keys: bytes) -> _Name:
+    return space.number, put_id, keys[:KEY_BYTES] if space.spec.flat else b""
+
 
 class Assemblies:
     """All assemblies of a daemon."""
 
     def __init__(self) -> None:
-        self._by_id: dict[tuple[int, bytes], Assembly] = {}
+        self._by_id: dict[_Name, Assembly] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -63,14 +89,19 @@ class Assemblies:
         """Those whose time is over."""
         return [a for a in self._by_id.values() if a.expires <= now]
 
-    def pending_of(self, space: Space, put_id: bytes) -> list[Pending]:
-        """What is pending under a put id."""
-        assembly = self._by_id.get((space.number, put_id))
+    def pending_of(self, space: Space, put_id: bytes, key: bytes = b"") -> list[Pending]:
+        """What is pending under a put id; in a flat namespace, of the page `key`."""
+        assembly = self._by_id.get((space.number, put_id, key))
         return assembly.pending if assembly else []
 
     def present(self, space: Space, put_id: bytes, first: int, keys: bytes, ranges: tuple[PartRange, ...]) -> npt.NDArray[np.bool_]:
         """Which parts (pages, parts) of a put that is about to start are here already."""
         found = np.zeros((len(keys) // KEY_BYTES, len(ranges)), np.bool_)
+        if space.spec.flat:
+            for page in range(len(found)):
+                for pending in self.pending_of(space, put_id, keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]):
+                    found[page] = [r in pending.ranges and pending.rows[0, pending.ranges.index(r)] >= 0 for r in ranges]
+            return found
         asked = Pending(first, b"", keys, b"", (), np.empty((len(found), 0), np.int32))
         for pending in self.pending_of(space, put_id):
             low, high = max(first, pending.first), min(asked.end, pending.end)
@@ -81,17 +112,16 @@ class Assemblies:
                         found[low - first : high - first, part] = here >= 0
         return found
 
-    def deposit(
-        self, space: Space, put_id: bytes, pending: Pending, *, owner: int, expires: float, durable: bool, hints: Hints = NO_HINTS
-    ) -> None:
+    def deposit(self, space: Space, put_id: bytes, pending: Pending, bring: Bringing) -> None:
         """Take in what a shard brought. Every row of it is pinned once, which is ours to undo from here on."""
-        assembly = self._by_id.get((space.number, put_id))
+        name = _name(space, put_id, pending.keys)
+        assembly = self._by_id.get(name)
         if assembly is None:
-            assembly = self._by_id[space.number, put_id] = Assembly(space, put_id, expires, set(), False, [])
-        assembly.expires = max(assembly.expires, expires)
-        assembly.owners.add(owner)
-        assembly.durable |= durable
-        assembly.hints = assembly.hints if hints == NO_HINTS else hints
+            assembly = self._by_id[name] = Assembly(space, name, bring.expires, set(), False, [])
+        assembly.expires = max(assembly.expires, bring.expires)
+        assembly.owners.add(bring.owner)
+        assembly.durable |= bring.durable
+        assembly.hints = assembly.hints if bring.hints == NO_HINTS else bring.hints
         for other in list(assembly.pending):
             if not other.meets(pending):  # asked anew after each join: what goes on from here may be two branches
                 continue
@@ -107,11 +137,8 @@ class Assemblies:
 
         That is what most puts are, and it costs them a third of what going through an assembly does.
         """
-        tree, required = space.tree, space.tree.rules.required
-        if (space.number, put_id) in self._by_id or not (pending.rows >= 0).all():
-            return False
-        whole = whole_components(space.spec, pending.ranges)
-        if whole & required != required or any(not whole >> part.component & 1 for part in pending.ranges):
+        tree = space.tree
+        if (space.number, put_id, b"") in self._by_id or not (pending.rows >= 0).all() or not _whole(space, pending.ranges):
             return False
         if pending.parent != tree.root_key and tree.pages.find_key(pending.parent) < 0:
             return False
@@ -123,19 +150,50 @@ class Assemblies:
                 space.unpin(row)
         return True
 
-    def advance(self, space: Space, put_id: bytes) -> list[tuple[Assembly, bytes]]:
+    def take_alone(
+        self, space: Space, put_id: bytes, pending: Pending, existed: npt.NDArray[np.bool_], bring: Bringing
+    ) -> tuple[bool, list[tuple[Assembly, bytes]]]:
+        """Take in pages that each stand alone: those that are simply new and whole go straight into the tree, all or (NoSpace) none.
+
+        `existed` says which are in the tree already. The others wait for their shards, or give a page what it lacks. Returns whether any
+        went straight into the tree, and as `advance` does.
+        """
+        some, every = (pending.rows >= 0).any(axis=1), (pending.rows >= 0).all(axis=1)
+        names = [_name(space, put_id, pending.key(page)) for page in range(len(existed))]
+        waiting = np.array([name in self._by_id for name in names], np.bool_)
+        simple = every & ~existed & ~waiting & _whole(space, pending.ranges)
+        others = np.flatnonzero((some | waiting) & ~simple).tolist()
+        apart = [pending.alone(page) for page in others]  # before any row is let go
+        if simple.any():
+            try:
+                mine = pending if simple.all() else pending.chosen(np.flatnonzero(simple).tolist())
+                space.insert_alone(mine.labels, mine.extras, NewPages(mine.keys, put_id, mine.rows, mine.ranges))
+            except BaseException:
+                for one in apart:
+                    _let_go(space, one, slice(None), one.rows >= 0)
+                raise
+            finally:
+                for row in pending.rows[simple].ravel().tolist():
+                    space.unpin(row)
+        for one in apart:
+            self.deposit(space, put_id, one, bring)
+        went_on = [gained for page in others for gained in self.advance(space, put_id, pending.key(page))]
+        return bool(simple.any()), went_on
+
+    def advance(self, space: Space, put_id: bytes, key: bytes = b"") -> list[tuple[Assembly, bytes]]:
         """Bring into the tree what is whole now of a computation, and of others what only waited for that.
 
-        Returns who went on, each with the key of the last page that gained. Raises NoSpace, with the computation given up.
+        In a flat namespace that is about one page, `key`. Returns who went on, each with the key of the last page that gained.
+        Raises NoSpace, with the computation given up.
         """
-        own = self._by_id.get((space.number, put_id))
+        own = self._by_id.get((space.number, put_id, key))
         try:
             went_on = self._advance_one(own) if own is not None else []
         except KVStoreError:
             if own is not None:
                 self.drop(own)
             raise
-        return went_on + self.advance_others(space) if went_on else went_on
+        return went_on + self.advance_others(space) if went_on and not space.spec.flat else went_on
 
     def advance_others(self, space: Space) -> list[tuple[Assembly, bytes]]:
         """Bring in what only waited for pages that have come into a namespace's tree; returns as `advance` does."""
@@ -163,18 +221,24 @@ class Assemblies:
             if not (pending.rows >= 0).any():
                 assembly.pending.remove(pending)
         if not assembly.pending:
-            del self._by_id[assembly.space.number, assembly.put_id]
+            del self._by_id[assembly.name]
         return went_on
 
-    def adopt(self, space: Space, put_id: bytes, owner: int) -> None:
-        """A client builds on what an earlier try of its shard brought: that stays as long as the client does."""
-        assembly = self._by_id.get((space.number, put_id))
-        if assembly is not None:
-            assembly.owners.add(owner)
+    def adopt(self, space: Space, put_id: bytes, keys: bytes, owner: int) -> bool:
+        """A client builds on what an earlier try of its shard brought: that stays as long as the client does. Whether there is any.
+
+        `keys` are those of the pages that it is about to put.
+        """
+        ends = range(KEY_BYTES, len(keys) + 1, KEY_BYTES) if space.spec.flat else (KEY_BYTES,)
+        found = [self._by_id.get(_name(space, put_id, keys[end - KEY_BYTES : end])) for end in ends]
+        for assembly in found:
+            if assembly is not None:
+                assembly.owners.add(owner)
+        return any(assembly is not None for assembly in found)
 
     def drop(self, assembly: Assembly) -> None:
         """Give up what is pending."""
-        del self._by_id[assembly.space.number, assembly.put_id]
+        del self._by_id[assembly.name]
         for pending in assembly.pending:
             _let_go(assembly.space, pending, slice(None), pending.rows >= 0)
 
@@ -184,6 +248,12 @@ class Assemblies:
             assembly.owners.discard(owner)
             if not assembly.owners:
                 self.drop(assembly)
+
+
+def _whole(space: Space, ranges: tuple[PartRange, ...]) -> bool:
+    """Whether a page of these parts is whole, and nothing of it is of a component that is not."""
+    whole, required = whole_components(space.spec, ranges), space.tree.rules.required
+    return whole & required == required and all(whole >> part.component & 1 for part in ranges)
 
 
 def _bring_in(assembly: Assembly, pending: Pending) -> bytes | None:

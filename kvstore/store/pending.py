@@ -42,6 +42,18 @@ class Pending:
             return self.parent
         return self.keys[(page - self.first) * KEY_BYTES : (page - self.first + 1) * KEY_BYTES]
 
+    def chosen(self, pages: list[int]) -> "Pending":
+        """Some of its pages, where each stands alone."""
+        width = len(self.labels) // len(self.rows)
+        keys = b"".join(self.key(page) for page in pages)
+        labels = b"".join(self.labels[page * width : (page + 1) * width] for page in pages)
+        extras = {number: self.extras[page] for number, page in enumerate(pages) if page in self.extras}
+        return Pending(0, self.parent, keys, labels, self.ranges, self.rows[pages], extras)
+
+    def alone(self, page: int) -> "Pending":
+        """One of its pages, where each stands alone."""
+        return self.chosen([page])
+
     def holds(self, page: int, key: bytes) -> bool:
         """Whether a page is among them."""
         return self.first <= page < self.end and self.key(page) == key

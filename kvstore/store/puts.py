@@ -9,7 +9,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 
@@ -56,11 +56,15 @@ class PutRequest:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """How a put ended: pages in its range that are new, that had a version already (`exists`), and that still lack other shards."""
+    """How a put ended: pages in its range that are new, that had a version already (`exists`), and that still lack other shards.
+
+    In a flat namespace `existing` says which had one, as half-open runs.
+    """
 
     new_pages: int
     existing_pages: int
     pending_pages: int = 0
+    existing: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 class Put:
@@ -98,7 +102,7 @@ class Put:
         self._received = self._wanted
         self._claimed = self._received
         self._missing = 0
-        self._anchor: bytes | None = None
+        self._anchors: list[bytes] = []
         self._writers = 0
         self._followers = 0
         self._followed_rows: list[int] = []
@@ -111,9 +115,12 @@ class Put:
         """Called once each when the put ends, however it does."""
 
     @property
-    def anchor(self) -> bytes | None:
-        """The key of the last page before the put's new ones that is in the tree; the put pins it. None at the root."""
-        return self._anchor
+    def anchors(self) -> list[bytes]:
+        """The boundaries that the put pins, by key: the last page before its new ones that is in the tree, none at the root.
+
+        In a flat namespace, each of its pages that was there when it began.
+        """
+        return self._anchors
 
     @property
     def at_once(self) -> bool:
@@ -123,6 +130,10 @@ class Put:
     def key(self, page: int) -> bytes:
         """The key of a page of the put."""
         return self.keys[(page - self.first_page) * KEY_BYTES : (page - self.first_page + 1) * KEY_BYTES]
+
+    def page_keys(self) -> set[bytes]:
+        """The keys of all pages of the put."""
+        return {self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)}
 
     @property
     def stored_sizes(self) -> list[int]:
@@ -142,9 +153,14 @@ class Put:
         spans = self.request.spans or ((self.first_page, self.total_pages),) * len(self.request.ranges)
         return [(part, first, last) for part, (first, last) in zip(self.request.ranges, spans, strict=True)]
 
-    def hold(self, anchor: bytes | None, first_needed: int) -> None:
-        """Take over the pin of the pages before `first_needed`, the first page that is not in the tree."""
-        self._anchor, self.first_needed = anchor, first_needed
+    def last_keys(self) -> list[bytes]:
+        """The boundaries that all pages of the put are on the way to: its last page, or, in a flat namespace, each."""
+        first = self.first_page if self.space.spec.flat else self.total_pages - 1
+        return [self.key(page) for page in range(first, self.total_pages)]
+
+    def hold(self, anchors: list[bytes], first_needed: int) -> None:
+        """Take over the pins of pages that are there; `first_needed` is the first page that is not."""
+        self._anchors, self.first_needed = anchors, first_needed
 
     def want(self, wanted: npt.NDArray[np.bool_]) -> None:
         """Fix which parts (pages, parts) are to be sent."""
@@ -352,8 +368,8 @@ class Put:
         for call in self.at_end:
             call()
         self._tell_followers()
-        if self._anchor is not None and not self.space.dropped:
-            self.space.tree.unpin(self._anchor)
+        for anchor in () if self.space.dropped else self._anchors:
+            self.space.tree.unpin(anchor)
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:

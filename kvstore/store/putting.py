@@ -4,18 +4,20 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.digests import DIGEST_BYTES, NO_EXTRA, page_key
-from kvstore.errors import BadRequest, Busy, Cancelled, MissingParent, NoSpace, NotFound, UnknownNamespace
-from kvstore.kvspec import PartRange
+from kvstore.digests import DIGEST_BYTES
+from kvstore.errors import BadRequest, Busy, Cancelled, NoSpace, NotFound, UnknownNamespace
+from kvstore.radix.components import Masks
+from kvstore.radix.pages import Slots
 from kvstore.radix.values import EMPTY_PATH, Path
-from kvstore.store.assembly import MAX_PENDING_PAGES, Assemblies, Assembly
+from kvstore.store.assembly import MAX_PENDING_PAGES, Assemblies, Assembly, Bringing
 from kvstore.store.copies import Copies
 from kvstore.store.pending import whole_components
+from kvstore.store.put_pages import check_apart, check_pages, check_parent, masks_of, name_alone, name_pages, runs_of, slots_of
 from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_parts
 from kvstore.store.quotas import Quotas
 from kvstore.store.residency import Residency
@@ -25,12 +27,8 @@ from kvstore.store.uses import Uses
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.dram import Arena
 
-MAX_PUT_PAGES = 4096
-MAX_SHARDS = 256
-"""Open puts of one put id."""
 MAX_OPEN_PUTS = 1024
 """Each holds the tokens of its pages, so their number is bounded."""
-_YIELD_EVERY = 256
 _LATEST = (1 << 32) - 1
 """The last date that a record can hold."""
 
@@ -95,17 +93,17 @@ class Puts:
         put = Put(secrets.randbits(63), owner, space, request, self._arena, base.pages)
         put.own_name = handle
         self._check(put)
-        path = space.tree.match(request.tokens, request.extras, base)
-        path = space.tree.open_path(path, request.tokens, request.extras, base.pages)
-        put.hold(space.tree.pin(path) if path.pages else None, min(path.pages, put.total_pages))
+        path = base if space.spec.flat else self._hold_prefix(put, base)
         self._open[put.handle] = put
         if put.at_once:
             self._own_names[owner, handle] = put
         try:
-            slots = space.tree.path_slots(path)
-            await self._name_pages(put, path, slots)
-            self._check_parent(put, path)
-            wanted = self._wanted(put, space.tree.pages.components[self._slots_now(put)])
+            if space.spec.flat:
+                _hold_alone(put)
+            else:
+                await name_pages(put, path, space.tree.path_slots(path))
+                check_parent(put, path, self.of_put_id(space, request.put_id), self.assemblies)
+            wanted = self._wanted(put, masks_of(put))
             self._count_in_flight(put, self._check_size(put, wanted))
             put.want(wanted)
             sizes = put.stored_sizes
@@ -134,86 +132,32 @@ class Puts:
         pages = put.total_pages - request.first_page
         if len(request.put_id) != DIGEST_BYTES:
             raise BadRequest(f"the put id is {len(request.put_id)} bytes, not {DIGEST_BYTES}")
-        if space.spec.flat and (pages != 1 or request.first_page):
-            raise BadRequest("in a flat namespace every page stands alone: put one at a time")
-        if not 0 < pages <= MAX_PUT_PAGES or request.first_page < put.base_pages:
-            raise BadRequest(f"a put of the pages [{request.first_page}, {put.total_pages}): give 1 to {MAX_PUT_PAGES} after the base")
-        self._check_apart(put)
+        check_pages(put)
+        if space.spec.flat:
+            name_alone(put)
+        check_apart(put, self.of_put_id(space, request.put_id), self.assemblies)
         alone = whole_components(space.spec, request.ranges) & space.tree.rules.required == space.tree.rules.required
         if not alone and self.assemblies.pages + pages > MAX_PENDING_PAGES:
             raise Busy("too many pages wait for other shards", retry_after_ms=1000)
 
-    def _check_apart(self, put: Put) -> None:
-        """Ranges that shards of one put id bring of one page are equal or disjoint."""
-        open_ones = self.of_put_id(put.space, put.request.put_id)
-        if len(open_ones) >= MAX_SHARDS:
-            raise Busy(f"{MAX_SHARDS} puts with this put id are under way", retry_after_ms=100)
-        others = {announced for other in open_ones for announced in other.announced()}
-        for pending in self.assemblies.pending_of(put.space, put.request.put_id):
-            others |= pending.announced()
-        if not others:
-            return
-        known = np.array([(*astuple(part), first, last) for part, first, last in others], np.int64)
-        for part, first, last in put.announced():
-            c, layer_lo, layer_hi, head_lo, head_hi = astuple(part)
-            meet = (known[:, 0] == c) & (known[:, 5] < last) & (known[:, 6] > first)
-            meet &= (known[:, 1] < layer_hi) & (known[:, 2] > layer_lo) & (known[:, 3] < head_hi) & (known[:, 4] > head_lo)
-            meet &= (known[:, 1:5] != (layer_lo, layer_hi, head_lo, head_hi)).any(axis=1)
-            if meet.any():
-                other = PartRange(*(int(x) for x in known[int(meet.argmax()), :5]))
-                raise BadRequest(f"{part} overlaps with {other}, which another shard brings under this put id")
+    @staticmethod
+    def _hold_prefix(put: Put, base: Path) -> Path:
+        """Pin those pages of a put's prefix that are there, labels known from here on. Returns their path."""
+        tree, request = put.space.tree, put.request
+        path = tree.match(request.tokens, request.extras, base)
+        path = tree.open_path(path, request.tokens, request.extras, base.pages)
+        put.hold([tree.pin(path)] if path.pages else [], min(path.pages, put.total_pages))
+        return path
 
-    async def _name_pages(self, put: Put, path: Path, slots: npt.NDArray[np.int32]) -> None:
-        """Compute the keys of the put's pages, and of those before them that are not in the tree."""
-        tree, tokens, base = put.space.tree, put.request.tokens, put.base_pages
-        width = tree.pages.token_bytes
-        known = slots[put.first_page : put.total_pages]
-        keys = [tree.pages.key[known].tobytes()]
-        above = slots[: put.first_page]
-        parent = tree.pages.key_bytes(int(above[-1])) if len(above) else tree.root_key
-        key = tree.key_at(path)
-        for page in range(path.pages, put.total_pages):
-            extra = put.request.extras.get(page - base, NO_EXTRA)
-            key = page_key(key, tokens[(page - base) * width : (page - base + 1) * width] + extra)
-            if page < put.first_page:
-                parent = key
-            else:
-                keys.append(key)
-            if (page - path.pages) % _YIELD_EVERY == _YIELD_EVERY - 1:
-                await asyncio.sleep(0)
-        put.parent, put.keys = parent, b"".join(keys)
-
-    def _check_parent(self, put: Put, path: Path) -> None:
-        """The page before the put is in the tree, or another shard of the same computation is bringing it."""
-        first = put.first_page
-        if path.pages >= first:
-            return
-        others = [p for p in self.of_put_id(put.space, put.request.put_id) if p is not put and p.keys]
-        coming = any(p.first_page < first <= p.total_pages and p.key(first - 1) == put.parent for p in others)
-        pending = self.assemblies.pending_of(put.space, put.request.put_id)
-        if not coming and not any(p.holds(first - 1, put.parent) for p in pending):
-            raise MissingParent(f"the put starts at page {first}, but the store has {path.pages} pages of its prefix")
-
-    def _slots_now(self, put: Put) -> npt.NDArray[np.int32]:
-        """The slots of those pages of the put that are in the tree."""
-        slots = []
-        for page in range(put.first_page, put.total_pages):
-            slot = put.space.tree.pages.find_key(put.key(page))
-            if slot < 0:
-                break
-            slots.append(slot)
-        return np.array(slots, np.int32)
-
-    def _wanted(self, put: Put, existing: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
+    def _wanted(self, put: Put, existing: Masks) -> npt.NDArray[np.bool_]:
         """Which parts are to be sent: those that no page has, and that did not come with an earlier try of this shard."""
         ranges, required = put.request.ranges, put.space.tree.rules.required
         wanted = put.in_spans()
-        if len(existing):
+        if (exists := existing != 0).any():
             bits = np.array([1 << r.component for r in ranges], np.uint16)
             has = (existing[:, np.newaxis] & bits) != 0
-            wanted[: len(existing)] &= ~has & ((bits & required) == 0)
-        if self.assemblies.pending_of(put.space, put.request.put_id):
-            self.assemblies.adopt(put.space, put.request.put_id, put.owner)
+            wanted &= ~exists[:, np.newaxis] | (~has & ((bits & required) == 0))
+        if self.assemblies.adopt(put.space, put.request.put_id, put.keys, put.owner):
             wanted &= ~self.assemblies.present(put.space, put.request.put_id, put.first_page, put.keys, ranges)
         return wanted
 
@@ -282,65 +226,77 @@ class Puts:
         space = put.space
         if result.pending_pages and wait_s > 0:
             await self._whole(put, wait_s)
-            pending = put.total_pages - put.first_page - len(self._slots_now(put))
-            result = PutResult(result.new_pages + result.pending_pages - pending, result.existing_pages, pending)
+            pending = int(np.count_nonzero(slots_of(put) < 0))
+            result = replace(result, new_pages=result.new_pages + result.pending_pages - pending, pending_pages=pending)
         if put.request.ack is Ack.DURABLE and not result.pending_pages:
-            await self._promise(space, put.key(put.total_pages - 1))
+            await self._promise(space, put.last_keys())
         return result
 
     def _commit(self, put: Put) -> PutResult:
         space, stats = put.space, self._stats
         try:
             put.check_complete()
-            existed = len(self._slots_now(put))
-            went_on = self._take_in(put, new=not existed)
-            exist = self._slots_now(put)
-            self._check_all_here(put, len(exist))
+            existed = slots_of(put) >= 0
+            went_on = self._take_in(put, existed)
+            slots = slots_of(put)
+            self._check_all_here(put, slots >= 0)
         except BaseException:
             self.abort(put)
             raise
+        if space.spec.flat:
+            self._uses.use_alone(space, slots[existed & (slots >= 0)], put.request.hints)
+            self._uses.use_alone(space, slots[~existed & (slots >= 0)], put.request.hints, put=True)
+        else:
+            self._use_prefixes(put, slots, existed, went_on)
+        put.close(committed=True)
+        self._take_out(put)
+        there, before = int(np.count_nonzero(slots >= 0)), int(np.count_nonzero(existed))
+        stats.puts += 1
+        stats.put_pages += there - before
+        stats.put_exists_pages += before
+        stats.put_bytes += put.payload_bytes
+        durable, whole = put.request.ack is Ack.DURABLE, there == len(slots)
+        for assembly, key in went_on:
+            if assembly.durable and not (durable and assembly.put_id == put.request.put_id and whole):
+                self._promise_later(space, key)
+        if durable and not whole and space.spec.flat:  # nobody waits for those that are here
+            for page in np.flatnonzero(slots >= 0).tolist():
+                self._promise_later(space, put.key(page))
+        return PutResult(there - before, before, len(slots) - there, runs_of(existed) if space.spec.flat else ())
+
+    def _use_prefixes(self, put: Put, slots: Slots, existed: npt.NDArray[np.bool_], went_on: list[tuple[Assembly, bytes]]) -> None:
+        """Record the use of what a put has as its pages now, and of what went on with it."""
+        space = put.space
         used = {key: (assembly.hints, 0) for assembly, key in went_on}
-        if len(exist):
-            used[put.key(put.first_page + len(exist) - 1)] = (put.request.hints, put.first_page + existed)
+        if there := int(np.count_nonzero(slots >= 0)):
+            used[put.key(put.first_page + there - 1)] = (put.request.hints, put.first_page + int(np.count_nonzero(existed)))
         for key, (hints, hits) in used.items():
             if (slot := space.tree.pages.find_key(key)) >= 0:
                 self._uses.use(space, space.tree.path_to(slot), hints, hits=hits)
-        put.close(committed=True)
-        self._take_out(put)
-        total = put.total_pages - put.first_page
-        stats.puts += 1
-        stats.put_pages += len(exist) - existed
-        stats.put_exists_pages += existed
-        stats.put_bytes += put.payload_bytes
-        durable = put.request.ack is Ack.DURABLE
-        for assembly, key in went_on:
-            if assembly.durable and not (durable and assembly.put_id == put.request.put_id and len(exist) == total):
-                self._promise_later(space, key)
-        return PutResult(len(exist) - existed, existed, total - len(exist))
 
-    def _check_all_here(self, put: Put, exist: int) -> None:
+    def _check_all_here(self, put: Put, there: npt.NDArray[np.bool_]) -> None:
         """What was not wanted of this put, because an earlier try had brought it, is still here. Raises Busy if it has gone meanwhile."""
-        if exist == put.total_pages - put.first_page:
+        if there.all():
             return
         here = self.assemblies.present(put.space, put.request.put_id, put.first_page, put.keys, put.request.ranges)
-        if not (here | ~put.in_spans())[exist:].all():
+        if not (here | ~put.in_spans())[~there].all():
             raise Busy("what an earlier try of this put had brought is gone: put it again", retry_after_ms=10)
 
-    def _take_in(self, put: Put, *, new: bool) -> list[tuple[Assembly, bytes]]:
+    def _take_in(self, put: Put, existed: npt.NDArray[np.bool_]) -> list[tuple[Assembly, bytes]]:
         """Take over what a put received: into the tree, or to wait for what is missing. Returns which computations went on.
 
-        `new` says that none of its pages is in the tree.
+        `existed` says which of its pages are in the tree already.
         """
         space, put_id, pending = put.space, put.request.put_id, put.hand_over()
-        alone = new and self.assemblies.take_whole(space, put_id, pending)
-        if alone:
+        bring = Bringing(put.owner, time.monotonic() + self._idle_s, put.request.ack is Ack.DURABLE, put.request.hints)
+        if space.spec.flat:
+            entered, went_on = self.assemblies.take_alone(space, put_id, pending, existed, bring)
+        elif entered := not existed.any() and self.assemblies.take_whole(space, put_id, pending):
             went_on = self.assemblies.advance_others(space)
         else:
-            expires = time.monotonic() + self._idle_s
-            durable = put.request.ack is Ack.DURABLE
-            self.assemblies.deposit(space, put_id, pending, owner=put.owner, expires=expires, durable=durable, hints=put.request.hints)
+            self.assemblies.deposit(space, put_id, pending, bring)
             went_on = self.assemblies.advance(space, put_id)
-        if alone or went_on:
+        if entered or went_on:
             self._wake_waiters()
         return went_on
 
@@ -353,7 +309,7 @@ class Puts:
         """Wait until all pages of a put are in the tree, or the time is over."""
         try:
             async with asyncio.timeout(wait_s):
-                while len(self._slots_now(put)) < put.total_pages - put.first_page and not put.space.dropped:
+                while (slots_of(put) < 0).any() and not put.space.dropped:
                     await self._went_on.wait()
         except TimeoutError:
             pass  # the result says what is still pending
@@ -368,9 +324,10 @@ class Puts:
             retain[slots] = np.maximum(retain[slots], min(int(self._writeback.now()) + 2 + space.settings.retention_s, _LATEST))
         return True
 
-    async def _promise(self, space: Space, key: bytes) -> None:
-        """Make a page durable and retained, with all before it."""
-        if not self._retain(space, key) or not await self._writeback.make_durable(space, [key], rewrite=True):
+    async def _promise(self, space: Space, keys: list[bytes]) -> None:
+        """Make pages durable and retained, with all before them."""
+        retained = [self._retain(space, key) for key in keys]
+        if not all(retained) or await self._writeback.make_durable(space, keys, rewrite=True) < len(keys):
             raise NotFound("the pages were removed before they became durable: put them again")
 
     def _promise_later(self, space: Space, key: bytes) -> None:
@@ -427,3 +384,12 @@ class Puts:
     async def opened(self) -> None:
         """Wait until another put has begun."""
         await self._opened.wait()
+
+
+def _hold_alone(put: Put) -> None:
+    """Pin those pages of a put to a flat namespace that are there."""
+    tree, slots = put.space.tree, slots_of(put)
+    there = slots >= 0
+    for slot in slots[there].tolist():
+        tree.pin(tree.path_to(slot))
+    put.hold([put.key(page) for page in np.flatnonzero(there).tolist()], len(slots) if there.all() else int(there.argmin()))

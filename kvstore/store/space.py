@@ -184,6 +184,15 @@ class Space:
         at = self.tree.pages.find_key(parent)
         base = EMPTY_PATH if parent == self.tree.root_key else self.tree.path_to(at)
         self.tree.extend(base, tokens, extras, new)
+        self._entered(new)
+
+    def insert_alone(self, labels: bytes, extras: Extras, new: NewPages) -> None:
+        """Add pages of a flat namespace, none of which is there: all of them, or (NoSpace) none. Ghosts make room if the table is full."""
+        self.forget_ghosts(self.tree.page_count + self.tree.ghost_count + len(new.blobs) - self.tree.capacity)
+        self.tree.extend_alone(labels, extras, new)
+        self._entered(new)
+
+    def _entered(self, new: NewPages) -> None:
         np.add.at(self.blobs.pages, new.blobs[new.blobs >= 0], 1)
         if self.text is not None:
             self.text.entered(self, new.keys)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvstore.errors import MissingParent, UnknownNamespace
+from kvstore.errors import Busy, MissingParent, UnknownNamespace
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.radix.tree import Extras
 from kvstore.radix.values import Path
@@ -262,11 +262,15 @@ class Store:
 
     def _end_holds(self, space: Space, slot: int) -> None:
         """The bytes of the page in `slot` are lost: leases hold only what is before it, and puts below it fail."""
-        tree = space.tree
+        tree, key = space.tree, space.tree.pages.key_bytes(slot)
         self.leases.cut(space, slot)
         self.pins.cut(space, slot)
-        for put in [p for p in self._puts.of_space(space) if p.anchor is not None]:
-            if slot in tree.path_slots(tree.path_to(tree.pages.find_key(put.anchor or b""))):
+        for put in self._puts.of_space(space):
+            if space.spec.flat:
+                if key in put.anchors:
+                    put.fail(Busy("a page of the put was lost, its bytes did not verify: put it again", retry_after_ms=10))
+                    self.abort_put(put)
+            elif any(slot in tree.path_slots(tree.path_to(tree.pages.find_key(anchor))) for anchor in put.anchors):
                 put.fail(MissingParent("a page before the put was lost: its bytes did not verify"))
                 self.abort_put(put)
 

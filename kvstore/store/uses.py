@@ -95,12 +95,13 @@ class Uses:
         use = Use(slots, len(slots) if hits is None else min(hits, len(slots)), hints, self._now())
         self._tell(space, use, asked)
 
-    def use_alone(self, space: Space, slots: Slots, hints: Hints) -> None:
-        """Pages were used that each stand alone, as those of a flat namespace do."""
-        for at in range(len(slots)):
-            self._tick += 1
-            space.tree.touch(slots[at : at + 1], self._tick)
-        self._tell(space, Use(slots, len(slots), hints, self._now()), None)
+    def use_alone(self, space: Space, slots: Slots, hints: Hints, *, put: bool = False) -> None:
+        """Pages were used that each stand alone, as those of a flat namespace do; those that were `put` just now were not there before."""
+        if not len(slots):
+            return
+        space.tree.touch_alone(slots, self._tick + 1)
+        self._tick += len(slots)
+        self._tell(space, Use(slots, 0 if put else len(slots), hints, self._now()), None)
 
     def _tell(self, space: Space, use: Use, asked: Asked | None) -> None:
         for observer in self.observers:

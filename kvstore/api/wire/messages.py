@@ -301,11 +301,12 @@ class PutHandle(Message):
 
 
 class Committed(Message):
-    """How a put ended. Pending pages still lack other shards."""
+    """How a put ended. Pending pages still lack other shards. `existing`: in a flat namespace, which pages [first, last) had a version."""
 
     new_pages: int
     existing_pages: int
     pending_pages: int = 0
+    existing: list[tuple[int, int]] = []
 
 
 class Follow(Message):

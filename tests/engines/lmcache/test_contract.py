@@ -13,6 +13,7 @@ from lmcache.v1.distributed.internal_api import L2AdapterListener
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.engines.lmcache.objects import desc, empty_obj, key, load, lookup, make_adapter, memory_obj, same, store
+from tests.integration.raw import stat
 
 
 @pytest.fixture
@@ -109,6 +110,25 @@ def test_what_is_there_is_not_stored_again(adapter: Any) -> None:
     load(adapter, [key(1)], [target])
     assert same(target, memory_obj(1))  # the first stays
     assert listener.accessed == [key(1)]
+
+
+def test_many_objects_of_a_store_are_few_puts(adapter: Any, either_daemon: DaemonProcess) -> None:
+    """Of two shapes, and one key twice: each shape is one put."""
+    wide = (2, 2, 16, 64)
+    numbers = [*range(20), 3]
+    keys = [*(key(n) for n in numbers), *(key(n, group=1) for n in range(10))]
+    objects = [*(memory_obj(n) for n in numbers), *(memory_obj(n, wide) for n in range(10))]
+    before = stat(either_daemon.http)["totals"]["puts"]
+    listener = Listener()
+    adapter.register_listener(listener)
+    done = store(adapter, keys, objects)
+    assert (done.is_successful(), done.bytes_transferred()) == (True, 20 * objects[0].get_size() + 10 * objects[-1].get_size())
+    assert [told for told, _ in listener.stored] == [*keys[:20], *keys[21:]]
+    assert stat(either_daemon.http)["totals"]["puts"] == before + 2
+    descs, targets = {0: desc(), 1: desc(wide)}, [*(empty_obj() for _ in numbers), *(empty_obj(wide) for _ in range(10))]
+    assert lookup(adapter, keys, descs) == list(range(31))
+    assert load(adapter, keys, targets) == list(range(31))
+    assert all(same(*pair) for pair in zip(objects, targets, strict=True))
 
 
 def test_keys_differ_by_each_of_their_fields(adapter: Any) -> None:
