@@ -1,6 +1,7 @@
 """The asynchronous client: one daemon, reached over several connections."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import ssl
@@ -9,7 +10,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
 
-from kvstore.api.wire import BadRequest, ConnectionLost, DeadlineExceeded, FrameType, KVSpec, NotFound
+from kvstore.api.wire import BadRequest, ConnectionLost, DeadlineExceeded, FrameType, KVSpec
 from kvstore.api.wire.messages import (
     CreateNamespace,
     Empty,
@@ -21,7 +22,7 @@ from kvstore.api.wire.messages import (
 )
 from kvstore_client.arguments import ADDRESSES, BOUND, ENDPOINT, FLAG, TEXT, TLS, WHOLE, checked, instance
 from kvstore_client.buffers import Buffers, SharedBuffer
-from kvstore_client.connection import tls_for
+from kvstore_client.connection import Connection, tls_for
 from kvstore_client.direct import current
 from kvstore_client.estimate import Costs
 from kvstore_client.links import Link
@@ -89,6 +90,8 @@ class AsyncClient:
         )  # fmt: skip
         self._same_host = SameHost(self._pool, wanted=shared_memory)
         self._buffers = Buffers()
+        self._told: Connection | None = None
+        """What was told over it the daemon may not have got to yet."""
 
     async def __aenter__(self) -> "AsyncClient":
         try:
@@ -174,11 +177,21 @@ class AsyncClient:
                 return await line.call(frame_type, message, reply, payload)
 
         async def attempt() -> tuple[Any, bytes]:
-            connection = self._same_host.now or await self._pool.for_requests()
+            connection = await self._for_requests()
             return await connection.call(frame_type, message, reply, payload)
 
         async with self.deadline(timeout):
             return await self._pool.retry(attempt)
+
+    async def _for_requests(self) -> Connection:
+        """The connection for a request by itself. What was told over another one is done before."""
+        connection, told = self._same_host.now or await self._pool.for_requests(), self._told
+        if told is not None and told is not connection:
+            with contextlib.suppress(ConnectionLost):
+                await told.call(FrameType.PING, Empty(), Empty)
+            if self._told is told:
+                self._told = None
+        return connection
 
     @checked()
     async def ping(self, timeout: float | None = None) -> None:
@@ -218,10 +231,13 @@ class AsyncClient:
         return [Namespace(self, info) for info in found.items]
 
     async def release(self, lease: int) -> None:
-        """End a lease. Harmless if it is over already, or the daemon can't be reached: then it ends with the session, or by its time."""
+        """End a lease. Harmless if it is over already, or the daemon can't be reached: then it ends with the session, or by its time.
+
+        It is not waited for, but the daemon does it before any other request of this client by itself.
+        """
         if self._pool.closed:
             return
-        message = LeaseRequest(lease=lease, **self._same_host.copied.take())
+        message = LeaseRequest(lease=lease, quiet=True, **self._same_host.copied.take())
         if (line := current()) is not None:
             line.bound(min(self.timeout, _RELEASE_S))
             try:
@@ -229,12 +245,19 @@ class AsyncClient:
             except TimeoutError:
                 _log.debug("lease %d was not given back in time", lease)
             return
+
+        async def attempt() -> None:
+            connection = await self._for_requests()
+            await connection.tell(FrameType.LEASE_RELEASE, message)
+            self._told = connection
+
         try:
-            await self.call(FrameType.LEASE_RELEASE, message, Empty, timeout=min(self.timeout, _RELEASE_S))
-        except (NotFound, ConnectionLost, DeadlineExceeded) as error:  # raised at the end of a `with`, it would hide what ended that
+            async with self.deadline(min(self.timeout, _RELEASE_S)):
+                await self._pool.retry(attempt)
+        except (ConnectionLost, DeadlineExceeded) as error:  # raised at the end of a `with`, it would hide what ended that
             _log.debug("lease %d was not given back: %s", lease, error)
 
     async def renew(self, lease: int, lease_s: float) -> None:
         """Let a lease last `lease_s` seconds from now. Raises NotFound if it is over."""
-        message = LeaseRequest(lease=lease, lease_ms=milliseconds(lease_s), **self._same_host.copied.take())
+        message = LeaseRequest(lease=lease, lease_ms=milliseconds(lease_s), quiet=False, **self._same_host.copied.take())
         await self.call(FrameType.LEASE_RENEW, message, Leased)

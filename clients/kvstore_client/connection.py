@@ -155,6 +155,11 @@ class Connection(Answers[asyncio.Future[Frame]]):
         _, meta, body = await self._request(frame_type, message, payload, Call(asyncio.get_running_loop().create_future()))
         return unpack(reply, meta), body
 
+    async def tell(self, frame_type: FrameType, message: Message) -> None:
+        """Send a request that is not answered. The daemon does it before what is sent over this connection next."""
+        self._raise_if_lost()
+        await self._send(encode(frame_type, next(self._numbers), pack(message)))
+
     async def call_with(self, frame_type: FrameType, message: Message, reply: type[M], descriptor: int) -> M:
         """As `call`, on a connection for descriptors, and with one of them."""
         assert isinstance(self._channel, DescriptorChannel)

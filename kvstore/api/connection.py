@@ -240,7 +240,8 @@ class Connection:
                 if waits(self, kind, message):
                     await self._start(group, header, began, partial(self._slow, header.request, slow_match, message, payload))
                 else:
-                    await self._send_reply(header.request, quick(self, message, payload))
+                    if (reply := quick(self, message, payload)) is not None:
+                        await self._send_reply(header.request, reply)
                     self._stats.answered(kind.name, began)
             except KVStoreError as error:
                 self._fatal_if_protocol(error)
