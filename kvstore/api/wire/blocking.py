@@ -1,12 +1,15 @@
 """A channel for a thread that waits by itself: its coroutines wait for nothing but the socket, in the system call (see `eager.at_once`)."""
 
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvstore.api.wire.channel import Channel
+from kvstore.api.wire.spin import Spin
 
 T = TypeVar("T")
 
@@ -21,6 +24,9 @@ class BlockingEnds:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._told: dict[int, float] = {}
+        self._spin = Spin()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self.until = 0.0
 
     def bound(self, seconds: float | None) -> None:
@@ -28,6 +34,8 @@ class BlockingEnds:
 
     async def receive(self, read: Callable[[], T]) -> T:
         """What `read`, a call on the socket, returns. Raises TimeoutError."""
+        if self._spin.worth():
+            self._spin.look(partial(self._poll.poll, 0))
         self.tell(socket.SO_RCVTIMEO)
         try:
             return read()
