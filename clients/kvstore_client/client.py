@@ -5,8 +5,7 @@ import contextlib
 import logging
 import os
 import ssl
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +38,34 @@ RECONNECT_S = 10.0
 """How long a daemon that refuses connections is waited for: more than a start takes."""
 _RELEASE_S = 5.0
 """How long it is tried to give a lease back."""
+
+
+class Deadline:
+    """Bounds what is waited for in its block, by a timer or by the line. Not a generator: it is in the way of every small request."""
+
+    __slots__ = ("_endpoint", "_seconds", "_timeout")
+
+    def __init__(self, endpoint: str, seconds: float) -> None:
+        self._endpoint = endpoint
+        self._seconds = seconds
+        self._timeout: asyncio.Timeout | None = None
+
+    async def __aenter__(self) -> None:
+        if (line := current()) is not None:
+            line.bound(self._seconds)
+        else:
+            self._timeout = await asyncio.timeout(self._seconds).__aenter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._timeout is not None:
+            try:
+                await self._timeout.__aexit__(kind, error, trace)
+            except TimeoutError as over:
+                error = over
+        if isinstance(error, TimeoutError):
+            why = blamed(error)
+            said = f": {why.code}: {why.message}" if why is not None else ""
+            raise DeadlineExceeded(f"no answer from {self._endpoint} within {self._seconds:g} s{said}") from why
 
 
 class AsyncClient:
@@ -152,21 +179,9 @@ class AsyncClient:
         """The connections."""
         return self._pool
 
-    @asynccontextmanager
-    async def deadline(self, timeout: float | None) -> AsyncIterator[None]:
-        """Bound a call; raises DeadlineExceeded."""
-        seconds = self.timeout if timeout is None else timeout
-        try:
-            if (line := current()) is not None:
-                line.bound(seconds)
-                yield
-                return
-            async with asyncio.timeout(seconds):
-                yield
-        except TimeoutError as over:
-            why = blamed(over)
-            said = f": {why.code}: {why.message}" if why is not None else ""
-            raise DeadlineExceeded(f"no answer from {self._pool.endpoint} within {seconds:g} s{said}") from why
+    def deadline(self, timeout: float | None) -> "Deadline":
+        """Bound a call: `async with`. Raises DeadlineExceeded."""
+        return Deadline(self._pool.endpoint, self.timeout if timeout is None else timeout)
 
     async def call(
         self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"", timeout: float | None = None

@@ -4,7 +4,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -34,9 +34,8 @@ class BlockingEnds:
 
     async def receive(self, read: Callable[[], T]) -> T:
         """What `read`, a call on the socket, returns. Raises TimeoutError."""
-        if self._spin.worth():
-            self._spin.look(partial(self._poll.poll, 0))
-        self.tell(socket.SO_RCVTIMEO)
+        if not self._spin.worth() or not self._spin.look(partial(self._poll.poll, 0)):
+            self.tell(socket.SO_RCVTIMEO)
         try:
             return read()
         except BlockingIOError:
@@ -77,16 +76,8 @@ class BlockingChannel(Channel):
         self.ends = BlockingEnds(sock)
         super().__init__(sock, self.ends)
         self._marks = False  # every read waits by itself, and is bounded by itself
+        self._flags = socket.MSG_DONTWAIT  # the kernel need not be told how long a send may wait that does not
         sock.setblocking(True)
 
     async def _receive_spinning(self, target: memoryview | list[memoryview]) -> int | None:
         return None
-
-    def _begin(self, buffers: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
-        self.ends.tell(socket.SO_SNDTIMEO)
-        return super()._begin(buffers)
-
-    async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Send buffers in order, gathered. Raises TimeoutError."""
-        self.ends.tell(socket.SO_SNDTIMEO)
-        await super().send(buffers)
