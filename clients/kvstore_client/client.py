@@ -1,15 +1,15 @@
 """The asynchronous client: one daemon, reached over several connections."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import ssl
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.api.wire import BadRequest, ConnectionLost, DeadlineExceeded, FrameType, KVSpec, NotFound
+from kvstore.api.wire import BadRequest, ConnectionLost, DeadlineExceeded, FrameType, KVSpec
 from kvstore.api.wire.messages import (
     CreateNamespace,
     Empty,
@@ -21,7 +21,7 @@ from kvstore.api.wire.messages import (
 )
 from kvstore_client.arguments import ADDRESSES, BOUND, ENDPOINT, FLAG, TEXT, TLS, WHOLE, checked, instance
 from kvstore_client.buffers import Buffers, SharedBuffer
-from kvstore_client.connection import tls_for
+from kvstore_client.connection import Connection, tls_for
 from kvstore_client.direct import current
 from kvstore_client.estimate import Costs
 from kvstore_client.links import Link
@@ -38,6 +38,34 @@ RECONNECT_S = 10.0
 """How long a daemon that refuses connections is waited for: more than a start takes."""
 _RELEASE_S = 5.0
 """How long it is tried to give a lease back."""
+
+
+class Deadline:
+    """Bounds what is waited for in its block, by a timer or by the line. Not a generator: it is in the way of every small request."""
+
+    __slots__ = ("_endpoint", "_seconds", "_timeout")
+
+    def __init__(self, endpoint: str, seconds: float) -> None:
+        self._endpoint = endpoint
+        self._seconds = seconds
+        self._timeout: asyncio.Timeout | None = None
+
+    async def __aenter__(self) -> None:
+        if (line := current()) is not None:
+            line.bound(self._seconds)
+        else:
+            self._timeout = await asyncio.timeout(self._seconds).__aenter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._timeout is not None:
+            try:
+                await self._timeout.__aexit__(kind, error, trace)
+            except TimeoutError as over:
+                error = over
+        if isinstance(error, TimeoutError):
+            why = blamed(error)
+            said = f": {why.code}: {why.message}" if why is not None else ""
+            raise DeadlineExceeded(f"no answer from {self._endpoint} within {self._seconds:g} s{said}") from why
 
 
 class AsyncClient:
@@ -89,6 +117,8 @@ class AsyncClient:
         )  # fmt: skip
         self._same_host = SameHost(self._pool, wanted=shared_memory)
         self._buffers = Buffers()
+        self._told: Connection | None = None
+        """What was told over it the daemon may not have got to yet."""
 
     async def __aenter__(self) -> "AsyncClient":
         try:
@@ -149,21 +179,9 @@ class AsyncClient:
         """The connections."""
         return self._pool
 
-    @asynccontextmanager
-    async def deadline(self, timeout: float | None) -> AsyncIterator[None]:
-        """Bound a call; raises DeadlineExceeded."""
-        seconds = self.timeout if timeout is None else timeout
-        try:
-            if (line := current()) is not None:
-                line.bound(seconds)
-                yield
-                return
-            async with asyncio.timeout(seconds):
-                yield
-        except TimeoutError as over:
-            why = blamed(over)
-            said = f": {why.code}: {why.message}" if why is not None else ""
-            raise DeadlineExceeded(f"no answer from {self._pool.endpoint} within {seconds:g} s{said}") from why
+    def deadline(self, timeout: float | None) -> "Deadline":
+        """Bound a call: `async with`. Raises DeadlineExceeded."""
+        return Deadline(self._pool.endpoint, self.timeout if timeout is None else timeout)
 
     async def call(
         self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"", timeout: float | None = None
@@ -174,11 +192,21 @@ class AsyncClient:
                 return await line.call(frame_type, message, reply, payload)
 
         async def attempt() -> tuple[Any, bytes]:
-            connection = self._same_host.now or await self._pool.for_requests()
+            connection = await self._for_requests()
             return await connection.call(frame_type, message, reply, payload)
 
         async with self.deadline(timeout):
             return await self._pool.retry(attempt)
+
+    async def _for_requests(self) -> Connection:
+        """The connection for a request by itself. What was told over another one is done before."""
+        connection, told = self._same_host.now or await self._pool.for_requests(), self._told
+        if told is not None and told is not connection:
+            with contextlib.suppress(ConnectionLost):
+                await told.call(FrameType.PING, Empty(), Empty)
+            if self._told is told:
+                self._told = None
+        return connection
 
     @checked()
     async def ping(self, timeout: float | None = None) -> None:
@@ -218,10 +246,13 @@ class AsyncClient:
         return [Namespace(self, info) for info in found.items]
 
     async def release(self, lease: int) -> None:
-        """End a lease. Harmless if it is over already, or the daemon can't be reached: then it ends with the session, or by its time."""
+        """End a lease. Harmless if it is over already, or the daemon can't be reached: then it ends with the session, or by its time.
+
+        It is not waited for, but the daemon does it before any other request of this client by itself.
+        """
         if self._pool.closed:
             return
-        message = LeaseRequest(lease=lease, **self._same_host.copied.take())
+        message = LeaseRequest(lease=lease, quiet=True, **self._same_host.copied.take())
         if (line := current()) is not None:
             line.bound(min(self.timeout, _RELEASE_S))
             try:
@@ -229,12 +260,19 @@ class AsyncClient:
             except TimeoutError:
                 _log.debug("lease %d was not given back in time", lease)
             return
+
+        async def attempt() -> None:
+            connection = await self._for_requests()
+            await connection.tell(FrameType.LEASE_RELEASE, message)
+            self._told = connection
+
         try:
-            await self.call(FrameType.LEASE_RELEASE, message, Empty, timeout=min(self.timeout, _RELEASE_S))
-        except (NotFound, ConnectionLost, DeadlineExceeded) as error:  # raised at the end of a `with`, it would hide what ended that
+            async with self.deadline(min(self.timeout, _RELEASE_S)):
+                await self._pool.retry(attempt)
+        except (ConnectionLost, DeadlineExceeded) as error:  # raised at the end of a `with`, it would hide what ended that
             _log.debug("lease %d was not given back: %s", lease, error)
 
     async def renew(self, lease: int, lease_s: float) -> None:
         """Let a lease last `lease_s` seconds from now. Raises NotFound if it is over."""
-        message = LeaseRequest(lease=lease, lease_ms=milliseconds(lease_s), **self._same_host.copied.take())
+        message = LeaseRequest(lease=lease, lease_ms=milliseconds(lease_s), quiet=False, **self._same_host.copied.take())
         await self.call(FrameType.LEASE_RENEW, message, Leased)

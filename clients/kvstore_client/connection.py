@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from kvstore.api.wire import (
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, Message, PutHandle, PutReady
 from kvstore.api.wire.same_host import MAX_SEGMENTS
+from kvstore.api.wire.spin import SPIN_S, Spin
 from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
 from kvstore_client.plan import FetchPlan
 from kvstore_client.stripes import Stripe
@@ -37,6 +39,8 @@ M = TypeVar("M", bound=Message)
 
 TLS_SCHEME = "tls://"
 _HANDSHAKE_S = 10.0
+_SOON_BYTES = 256 << 10
+"""What is fetched into no more than this is expected within microseconds."""
 
 Pending = Call[asyncio.Future[Frame]]
 
@@ -86,6 +90,7 @@ class Connection(Answers[asyncio.Future[Frame]]):
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel)
         self._write_lock = asyncio.Lock()
+        self._spin = Spin()
         self._reader: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -154,6 +159,11 @@ class Connection(Answers[asyncio.Future[Frame]]):
         """Send a control request and wait for its reply. Raises the daemon's typed error."""
         _, meta, body = await self._request(frame_type, message, payload, Call(asyncio.get_running_loop().create_future()))
         return unpack(reply, meta), body
+
+    async def tell(self, frame_type: FrameType, message: Message) -> None:
+        """Send a request that is not answered. The daemon does it before what is sent over this connection next."""
+        self._raise_if_lost()
+        await self._send(encode(frame_type, next(self._numbers), pack(message)))
 
     async def call_with(self, frame_type: FrameType, message: Message, reply: type[M], descriptor: int) -> M:
         """As `call`, on a connection for descriptors, and with one of them."""
@@ -266,6 +276,8 @@ class Connection(Answers[asyncio.Future[Frame]]):
         self._calls[number] = call
         try:
             await self._send(buffers)
+            if call.target is None or len(call.target) <= _SOON_BYTES:
+                await self._spin_until(call.done)
             return await call.done
         except asyncio.CancelledError:
             if call.done.done() and not call.done.cancelled() and call.done.exception() is None:
@@ -281,6 +293,14 @@ class Connection(Answers[asyncio.Future[Frame]]):
         finally:
             if call.done.done():
                 self._calls.pop(number, None)
+
+    async def _spin_until(self, done: "asyncio.Future[Frame]") -> None:
+        """Let the loop look for the answer for a moment, without sleeping, if that has paid lately."""
+        if self._spin.worth():
+            until = time.monotonic() + SPIN_S
+            while not done.done() and time.monotonic() < until:  # noqa: ASYNC110 - an event would be waited for asleep
+                await asyncio.sleep(0)
+            self._spin.tried(came=done.done())
 
     async def _send(self, buffers: list[bytes | memoryview]) -> None:
         async with self._write_lock:

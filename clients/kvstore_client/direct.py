@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvstore.api.wire import Busy, ConnectionLost, DeadlineExceeded, FrameType, KVStoreError, ProtocolError, encode, pack, unpack
 from kvstore.api.wire.blocking import BlockingChannel
 from kvstore.api.wire.eager import at_once
-from kvstore.api.wire.messages import Fetched, Hello, Message
+from kvstore.api.wire.messages import Empty, Fetched, Hello, Message
 from kvstore_client.answers import Answers, Call, Slot, fetch_request
 from kvstore_client.connection import parse_endpoint
 from kvstore_client.plan import FetchPlan
@@ -34,8 +34,6 @@ _RETRY_S = 5.0
 """How long it is left alone after it could not be had (a quota, perhaps), or an answer did not come in time."""
 _SETTLE_S = 1.0
 """How long a call by the loop waits at most for what was not waited for before."""
-_UNHEARD = 64
-"""So many answers at most are left to be read with the next one."""
 _CURRENT: "ContextVar[Line | None]" = ContextVar("kvstore_line", default=None)
 
 
@@ -54,7 +52,8 @@ class Line(Answers[Slot]):
     def __init__(self, channel: BlockingChannel, *, near: bool) -> None:
         super().__init__(channel)
         self._ends = channel.ends
-        self._told = 0
+        self.unheard = False
+        """Whether something was told that the daemon may not have got to yet."""
         self.near = near
         """Whether it is over a Unix socket, where the daemon tells places."""
 
@@ -110,39 +109,36 @@ class Line(Answers[Slot]):
         return unpack(Fetched, meta)
 
     async def tell(self, frame_type: FrameType, message: Message) -> None:
-        """Send a request whose answer does not matter. It is read with the next one."""
-        self._told = await self._send(frame_type, message, b"", Call(Slot()))
-        if len(self._calls) > _UNHEARD:
-            await self.settle()
-
-    @property
-    def unheard(self) -> bool:
-        """Whether there are answers that were not waited for."""
-        return self._told in self._calls
+        """Send a request that is not answered. The daemon does it before what is sent over this line next."""
+        await self._send(frame_type, message, b"", next(self._numbers))
+        self.unheard = True
 
     async def settle(self) -> None:
-        """Wait until what was told is answered."""
-        while self.unheard:
-            await self._next()
+        """Wait until what was told is done."""
+        if self.unheard:
+            await self.call(FrameType.PING, Empty(), Empty)
 
     async def _request(self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Call[Slot]) -> Any:
-        await self._send(frame_type, message, payload, call)
+        number = next(self._numbers)
+        await self._send(frame_type, message, payload, number, call)
         while not call.done.done():
             await self._next()
+        self.unheard = False
         return call.done.result()
 
-    async def _send(self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Call[Slot]) -> int:
+    async def _send(
+        self, frame_type: FrameType, message: Message, payload: bytes | memoryview, number: int, call: Call[Slot] | None = None
+    ) -> None:
         self._raise_if_lost()
-        number = next(self._numbers)
         buffers = encode(frame_type, number, pack(message), payload)
-        self._calls[number] = call
+        if call is not None:
+            self._calls[number] = call
         try:
             await self._channel.send(buffers)
         except BaseException as error:
             self.close("a frame was cut short")
             _raise_if_late(error)
             raise
-        return number
 
     async def _next(self) -> None:
         """Read one frame. Who interrupts this, or has no more time, ends the connection: the frame may be half read."""

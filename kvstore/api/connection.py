@@ -79,14 +79,19 @@ class _Running:
 
 
 class Connection:
-    """Serves one socket until the client leaves or breaks the protocol."""
+    """Serves one socket until the client leaves or breaks the protocol.
+
+    `expect` is called when a small request was answered: the next one may come at once.
+    """
 
     def __init__(
         self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore,
         guard: Guard, request_stats: RequestStats,
         timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None, traffic: LinkTraffic | None = None,
+        expect: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.store = store
+        self._expect = expect
         self._traffic = traffic
         self._stats = request_stats
         self._timeout_s = timeout_s
@@ -240,8 +245,10 @@ class Connection:
                 if waits(self, kind, message):
                     await self._start(group, header, began, partial(self._slow, header.request, slow_match, message, payload))
                 else:
-                    await self._send_reply(header.request, quick(self, message, payload))
+                    if (reply := quick(self, message, payload)) is not None:
+                        await self._send_reply(header.request, reply)
                     self._stats.answered(kind.name, began)
+                    self._expect()
             except KVStoreError as error:
                 self._fatal_if_protocol(error)
                 await self._error(header.request, error)
@@ -266,6 +273,8 @@ class Connection:
             crowded = self._traffic if self._traffic is not None and self._traffic.crowded else None
             with nullcontext() if crowded is None else crowded.fetching(self.channel, asked.priority, self.session.link.bytes_s):
                 answered = header.request not in self._running and await fetch_small(self, header.request, asked)
+            if answered:
+                self._expect()
         except KVStoreError as error:
             self._fatal_if_protocol(error)
             await self._error(header.request, error)

@@ -18,6 +18,7 @@ from kvstore.api.same_host import SameHost
 from kvstore.api.sessions import Sessions
 from kvstore.api.wire import Channel, TlsChannel
 from kvstore.errors import Conflict
+from kvstore.loop import Loop
 from kvstore.store import Store
 
 _log = logging.getLogger("kvstore.data_plane")
@@ -49,6 +50,8 @@ class DataPlane:
         self._serving: dict[Connection, asyncio.Task[None]] = {}
         self._traffic = Traffic()
         self.request_stats = RequestStats()
+        loop = asyncio.get_running_loop()
+        self._expect = loop.expect if isinstance(loop, Loop) else lambda: None
         self._large_payloads = asyncio.Semaphore(_LARGE_PAYLOADS)
 
     @property
@@ -111,6 +114,7 @@ class DataPlane:
             self._client_timeout_s,
             self._host,
             self._traffic.of(sock),
+            self._expect,
         )
         task = asyncio.current_task()
         assert task is not None

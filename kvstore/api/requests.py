@@ -34,7 +34,7 @@ from kvstore.api.wire.messages import (
     PutReady,
     PutStart,
 )
-from kvstore.errors import BadRequest, Busy
+from kvstore.errors import BadRequest, Busy, NotFound
 from kvstore.hints import Hints
 from kvstore.kvspec import KVSpec
 from kvstore.store import Ack, NamespaceSettings, PutRequest
@@ -86,10 +86,14 @@ def _renew(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
     return Reply(FrameType.LEASED, Leased(lease=lease.id, lease_ms=message.lease_ms))
 
 
-def _release(context: Context, message: LeaseRequest, payload: bytes) -> Reply:
-    context.store.release_lease(context.session.owner, message.lease)
+def _release(context: Context, message: LeaseRequest, payload: bytes) -> Reply | None:
+    try:
+        context.store.release_lease(context.session.owner, message.lease)
+    except NotFound:
+        if not message.quiet:
+            raise
     _note_copied(context, message)
-    return OK
+    return None if message.quiet else OK
 
 
 def _abort(context: Context, message: PutHandle, payload: bytes) -> Reply:
@@ -213,7 +217,7 @@ async def _outcome(context: Context, message: Outcome, payload: bytes) -> Reply:
     return OK
 
 
-Quick = Callable[[Context, Any, bytes], Reply]
+Quick = Callable[[Context, Any, bytes], Reply | None]
 Slow = Callable[[Context, Any, bytes], Coroutine[None, None, Reply | None]]
 
 QUICK: dict[FrameType, tuple[type[Message], Quick]] = {
@@ -229,7 +233,7 @@ QUICK: dict[FrameType, tuple[type[Message], Quick]] = {
     FrameType.ABANDON: (Prefix, _abandon),
     **rebuilds.QUICK,
 }
-"""Answered at once, in the order in which they came."""
+"""Answered at once, in the order in which they came; a quiet release not at all."""
 
 SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
     FrameType.CLOSE: (Close, _close),

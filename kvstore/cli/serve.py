@@ -65,5 +65,7 @@ def serve(
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     with imports():
         from kvstore.daemon import serve as run  # the other commands start faster without the daemon's imports
+        from kvstore.loop import Loop
 
-    asyncio.run(run(settings))
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(run(settings))

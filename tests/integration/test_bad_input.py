@@ -10,6 +10,7 @@ from kvstore.api.wire.messages import (
     Cancel,
     Commit,
     CreateNamespace,
+    Empty,
     FetchRequest,
     Hello,
     LeaseRequest,
@@ -166,6 +167,12 @@ def test_tokens_and_extras_that_do_not_add_up(raw: RawClient) -> None:
     assert code(raw.ask(FrameType.MATCH, MatchRequest(namespace="pages", lease_ms=10**9), context(1).tobytes())) == "bad_request"
     assert code(raw.ask(FrameType.LEASE_RELEASE, LeaseRequest(lease=12345))) == "not_found"
     assert raw.alive()
+
+
+def test_a_quiet_release_is_not_answered(raw: RawClient) -> None:
+    raw.send(FrameType.LEASE_RELEASE, 5, LeaseRequest(lease=12345, quiet=True))
+    header, _, _ = raw.ask(FrameType.PING, Empty(), request=6)
+    assert (header.type, header.request) == (FrameType.OK, 6)
 
 
 def test_a_request_cancelled_in_the_same_breath_is_answered(raw: RawClient) -> None:

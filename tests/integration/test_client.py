@@ -167,6 +167,20 @@ async def test_leases_end_with_their_owner_or_time(daemon: DaemonProcess) -> Non
     await asyncio.to_thread(wait_for_baseline, daemon.http, stat(daemon.http)["tiers"]["dram"]["used"])
 
 
+async def test_what_was_released_is_released_for_the_next_request(daemon: DaemonProcess) -> None:
+    """A release is not waited for, and what comes next may go over another connection."""
+    async with AsyncClient(daemon.endpoint, connections=3, shared_memory=False) as client:
+        namespace = await client.namespace("pages", "rev-1", SPEC)
+        for salt in range(7210, 7220):
+            await namespace.put(context(salt), content(context(salt)))
+            match = await namespace.match(context(salt))
+            with pytest.raises(Conflict):
+                await namespace.delete(context(salt))
+            with client.pool.bulk(salt % 2 == 0):  # then small requests go over a connection of their own
+                await match.release()
+            assert await namespace.delete(context(salt)) == 4
+
+
 def test_nobody_there() -> None:
     with pytest.raises((ConnectionLost, DeadlineExceeded)):
         Client("127.0.0.1:1", timeout=0.3)

@@ -1,12 +1,15 @@
 """A channel for a thread that waits by itself: its coroutines wait for nothing but the socket, in the system call (see `eager.at_once`)."""
 
+import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from kvstore.api.wire.channel import Channel
+from kvstore.api.wire.spin import Spin
 
 T = TypeVar("T")
 
@@ -21,6 +24,9 @@ class BlockingEnds:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._told: dict[int, float] = {}
+        self._spin = Spin()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self.until = 0.0
 
     def bound(self, seconds: float | None) -> None:
@@ -28,7 +34,8 @@ class BlockingEnds:
 
     async def receive(self, read: Callable[[], T]) -> T:
         """What `read`, a call on the socket, returns. Raises TimeoutError."""
-        self.tell(socket.SO_RCVTIMEO)
+        if not self._spin.worth() or not self._spin.look(partial(self._poll.poll, 0)):
+            self.tell(socket.SO_RCVTIMEO)
         try:
             return read()
         except BlockingIOError:
@@ -69,16 +76,8 @@ class BlockingChannel(Channel):
         self.ends = BlockingEnds(sock)
         super().__init__(sock, self.ends)
         self._marks = False  # every read waits by itself, and is bounded by itself
+        self._flags = socket.MSG_DONTWAIT  # the kernel need not be told how long a send may wait that does not
         sock.setblocking(True)
 
     async def _receive_spinning(self, target: memoryview | list[memoryview]) -> int | None:
         return None
-
-    def _begin(self, buffers: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
-        self.ends.tell(socket.SO_SNDTIMEO)
-        return super()._begin(buffers)
-
-    async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Send buffers in order, gathered. Raises TimeoutError."""
-        self.ends.tell(socket.SO_SNDTIMEO)
-        await super().send(buffers)

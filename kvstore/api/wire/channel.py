@@ -78,6 +78,8 @@ class Channel:
         self._handler: Handler | None = None
         self._offer_bulk = False
         self._begun: Begun[None] | None = None
+        self._flags = 0
+        """Of a send that is not to wait."""
 
     async def shake_hands(self) -> None:
         """What comes before the first frame: nothing on a plain socket."""
@@ -356,7 +358,7 @@ class Channel:
     def _begin(self, buffers: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
         """Send what the socket takes of some buffers at once. Returns what is left of them."""
         try:
-            sent = self.sock.sendmsg(buffers[:_GATHER])
+            sent = self.sock.sendmsg(buffers[:_GATHER], (), self._flags)
         except BlockingIOError:
             return buffers
         except OSError as error:

@@ -217,6 +217,7 @@ class LeaseRequest(Message):
     """Renew (with `lease_ms`) or release a lease.
 
     A client that copies out of shared memory says what it has since it last did: fetches, bytes, and microseconds in all.
+    A release that is `quiet` is not answered, also if the lease is over already.
     """
 
     lease: int
@@ -224,6 +225,7 @@ class LeaseRequest(Message):
     copied_fetches: int = 0
     copied_bytes: int = 0
     copied_us: int = 0
+    quiet: bool = False
 
 
 class Leased(Message):

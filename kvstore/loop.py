@@ -1,0 +1,37 @@
+"""The daemon's event loop: asyncio's own, but it can be told that something is about to come (see `kvstore.api.wire.spin`)."""
+
+import asyncio
+import selectors
+from functools import partial
+
+from kvstore.api.wire.spin import Spin
+
+
+class SpinningSelector(selectors.EpollSelector):
+    """Waits for sockets as any selector does; after `expect` it looks again for a moment before it sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spin = Spin()
+        self._expecting = False
+
+    def expect(self) -> None:
+        """Something may come within microseconds. Not for bulk: who looks for every few bytes of it is slower, and in the way of others."""
+        self._expecting = True
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """What is ready, after `timeout` seconds at most, to the millisecond."""
+        if self._expecting and (timeout is None or timeout > 0):
+            self._expecting = False
+            if self._spin.worth() and (ready := self._spin.look(partial(super().select, 0))):
+                return ready
+        return super().select(timeout)
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop with an `expect`."""
+
+    def __init__(self) -> None:
+        selector = SpinningSelector()
+        super().__init__(selector)
+        self.expect = selector.expect
