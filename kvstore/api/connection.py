@@ -50,6 +50,8 @@ _log = logging.getLogger("kvstore.connection")
 
 MAX_REQUESTS = 64
 _YIELD_EVERY = 8
+_TURN_NS = 1_000_000
+"""A connection whose requests, of those answered at once, have taken so long lets others have a turn: a match of 8,000 pages is a ms."""
 _HANDSHAKE_S = 10.0
 LARGE_PAYLOAD = 1 << 20
 """Control payloads over this size are received by a few connections at a time, so that their memory is bounded."""
@@ -108,6 +110,7 @@ class Connection:
         self._sessions = sessions
         self._write_lock = asyncio.Lock()
         self._broken = False
+        self._turn_ns = 0
         self._running: dict[int, _Running] = {}
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
@@ -249,6 +252,7 @@ class Connection:
                         await self._send_reply(header.request, reply)
                     self._stats.answered(kind.name, began)
                     self._expect()
+                    await self._give_way(began)
             except KVStoreError as error:
                 self._fatal_if_protocol(error)
                 await self._error(header.request, error)
@@ -266,6 +270,13 @@ class Connection:
                 await asyncio.sleep(0)  # it has begun, nearly always, when its slices follow at once
         else:
             raise ProtocolError(f"a {kind.name} frame from a client")
+
+    async def _give_way(self, since_ns: int) -> None:
+        """Let others have a turn, if requests of this connection have had the loop for long."""
+        self._turn_ns += time.perf_counter_ns() - since_ns
+        if self._turn_ns > _TURN_NS:
+            self._turn_ns = 0
+            await asyncio.sleep(0)
 
     async def _fetch(self, group: asyncio.TaskGroup, header: Header, began: int, meta: bytes, payload: bytes) -> None:
         try:
