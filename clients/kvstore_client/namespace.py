@@ -291,7 +291,8 @@ class Namespace(TextCalls):
     async def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:
         """Keep the longest usable prefix from being evicted for `ttl_s` seconds, even after this client is gone.
 
-        Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it.
+        Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it. Of a flat namespace it pins what is there of
+        a list of up to 256 pages; `abandon` and `delete` take such a list, too, and `delete` all of it or (Conflict) nothing.
         """
         done, _ = await self._about(FrameType.PIN, tokens, extras, Pinned, timeout, ttl_ms=milliseconds(ttl_s))
         return done.pin, done.pages

@@ -22,6 +22,9 @@ from kvstore.store.space import Space
 from kvstore.store.stats import Stats
 from kvstore.store.uses import Asked, Uses
 
+MAX_FLAT_NAMED = 256
+"""Pages of a flat namespace that a request pins, abandons or deletes: each is looked up, and changed, by itself."""
+
 Defer = Callable[[Callable[[], None]], None]
 """Told of what can be done once the answer is out, but before anything else happens to the tree."""
 
@@ -193,6 +196,17 @@ def _asked(space: Space, tokens: bytes, extras: Extras, known: Slots, base: int)
     pages = base + len(tokens) // space.tree.pages.token_bytes
     rest = 0 if space.spec.hash_bytes else len(tokens) % space.tree.pages.token_bytes // 4
     return Asked(pages * space.spec.page_tokens + rest, pages, known, base, tokens, extras)
+
+
+def each_prefix(space: Space, tokens: bytes, extras: Extras) -> list[tuple[bytes, Extras]]:
+    """What a request names: one prefix, or the pages of a flat namespace, each alone. Raises BadRequest for too many of those."""
+    tokens = as_token_bytes(tokens)
+    width, pages = space.spec.hash_bytes, len(tokens) // (space.spec.hash_bytes or 1)
+    if not space.spec.flat or pages <= 1:
+        return [(tokens, extras)]
+    if pages > MAX_FLAT_NAMED:
+        raise BadRequest(f"{pages} pages of a flat namespace at once: give at most {MAX_FLAT_NAMED}")
+    return [(tokens[p * width : (p + 1) * width], {0: extras[p]} if p in extras else {}) for p in range(pages)]
 
 
 def usable_path(space: Space, tokens: bytes, extras: Extras) -> Path:

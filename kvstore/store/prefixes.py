@@ -13,7 +13,7 @@ from kvstore.radix.tree import Extras
 from kvstore.radix.values import Path
 from kvstore.store.abandoning import abandon_line
 from kvstore.store.leases import Lease, Leases
-from kvstore.store.matching import known_path, usable_path
+from kvstore.store.matching import each_prefix, known_path, usable_path
 from kvstore.store.reading import Reading
 from kvstore.store.recipes import Recipes
 from kvstore.store.session_ends import Line
@@ -70,13 +70,17 @@ class Prefixes:
         return max(last - first, 0), done, nbytes
 
     def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float) -> Lease:
-        """Keep the longest usable prefix from being evicted for `ttl_s` seconds, whoever dies."""
+        """Keep the longest usable prefix from being evicted for `ttl_s` seconds, whoever dies.
+
+        Of a flat namespace that is what is there of a list.
+        """
         self._pins.check_time(ttl_s)
-        path = usable_path(space, tokens, extras)
-        if not path.pages:
+        paths = [path for its in each_prefix(space, tokens, extras) if (path := usable_path(space, *its)).pages]
+        if not paths:
             raise NotFound("nothing of this prefix is in the store: there is nothing to pin")
-        self._uses.use(space, path)
-        return self._pins.grant(self._owner(space), space, [path], time.monotonic(), ttl_s)
+        for path in paths:
+            self._uses.use(space, path)
+        return self._pins.grant(self._owner(space), space, paths, time.monotonic(), ttl_s)
 
     def unpin(self, space: Space, pin: int) -> None:
         """End a pin of this namespace."""
@@ -86,7 +90,15 @@ class Prefixes:
         self._pins.release(lease)
 
     def abandon(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
-        """Make the end of a prefix, from a page on, the first to go; but not what other contexts go on from. Returns the pages."""
+        """Make the end of a prefix, from a page on, the first to go; but not what other contexts go on from. Returns the pages.
+
+        Of a flat namespace that is the end of a list.
+        """
+        if space.spec.flat:
+            return sum(self._abandon(space, *its, 0) for its in each_prefix(space, tokens, extras)[max(from_page, 0) :])
+        return self._abandon(space, tokens, extras, from_page)
+
+    def _abandon(self, space: Space, tokens: bytes, extras: Extras, from_page: int) -> int:
         tree, path = space.tree, known_path(space, tokens, extras)
         first = path.pages
         for node in reversed(path.nodes):
@@ -118,12 +130,17 @@ class Prefixes:
         return pages
 
     async def delete(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
-        """Delete the page `from_page` of a prefix and all below it, on every tier. Returns the pages; durable when this returns."""
-        path = known_path(space, tokens, extras)
+        """Delete the page `from_page` of a prefix and all below it, on every tier. Returns the pages; durable when this returns.
+
+        Of a flat namespace that is the end of a list: all of it, or (Conflict) nothing.
+        """
         if from_page < 0:
             raise BadRequest(f"from_page is {from_page}")
         if space.loading:
             raise Busy(f"namespace {space.settings.name!r} is still being loaded: nothing can be deleted yet", retry_after_ms=500)
+        if space.spec.flat:
+            return await self._delete_alone(space, each_prefix(space, tokens, extras), from_page)
+        path = known_path(space, tokens, extras)
         key = None
         if space.text is not None:
             key = await self._recipes.key_at(space, tokens, extras, from_page)
@@ -134,6 +151,19 @@ class Prefixes:
             await self._writeback.emptied()
         if key is not None:
             await self._recipes.delete(space, key)
+        return removed
+
+    async def _delete_alone(self, space: Space, pages: list[tuple[bytes, Extras]], first: int) -> int:
+        tree = space.tree
+        there = {number: path for number, its in enumerate(pages[first:], first) if (path := known_path(space, *its)).pages}
+        keys: dict[bytes, None] = {}
+        for number, path in there.items():
+            if tree.pages.leases[tree.path_slots(path)[0]]:
+                raise Conflict(f"page {number} of this list is leased, pinned or being put: try again later")
+            keys[tree.key_at(path)] = None
+        removed = sum(space.remove_page(tree.pages.find_key(key), ghosts=False) for key in keys)
+        if removed:
+            await self._writeback.emptied()
         return removed
 
     async def drop(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:

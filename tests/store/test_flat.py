@@ -331,12 +331,38 @@ async def test_a_put_larger_than_dram_is_refused(tmp_path: Path) -> None:
         check(store)
 
 
+async def test_several_pages_are_pinned_abandoned_and_deleted(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space, prefixes = await store.create_namespace(settings_of(ONE)), store.prefixes
+        await put_pages(store, space, pages_of(1, 2, 3, 4, 5), ack=Ack.DURABLE)
+        pin = prefixes.pin(space, *labels((*pages_of(2, 9), Page(1, extra=True), *pages_of(4))), 60)
+        assert pin.pages == 2
+        check(store)
+        with pytest.raises(Conflict, match="page 1 of this list"):
+            await prefixes.delete(space, *labels(pages_of(1, 2, 3)))
+        assert all(there(store, space, pages_of(1, 2, 3))), "a part of a list that could not be deleted is gone"
+        assert await prefixes.delete(space, *labels(pages_of(2, 3, 9, 5)), 1) == 2
+        prefixes.unpin(space, pin.id)
+        check(store)
+        with pytest.raises(NotFound):
+            prefixes.pin(space, *labels(pages_of(7, 8, 9)), 60)
+        recency, find = space.tree.pages.recency, space.tree.pages.find_key
+        assert prefixes.abandon(space, *labels(pages_of(9, 4, 2))) == 2
+        one, two, four = (int(recency[find(key_of(space, Page(number)))]) for number in (1, 2, 4))
+        assert max(two, four) < one
+        with pytest.raises(BadRequest, match="at most 256"):
+            prefixes.abandon(space, *labels(pages_of(*range(257))))
+        check(store)
+        shutil.copytree(tmp_path / "d", tmp_path / "killed")
+    async with Store(config(tmp_path / "killed")) as store:
+        assert there(store, store.space("default", "flat"), pages_of(1, 2, 3, 4, 5)) == [True, True, False, True, False]
+
+
 # --- any of it in turn -------------------------------------------------------------------------------------------------
 
 some_pages = st.lists(st.builds(Page, st.integers(0, 9), st.sampled_from([False, False, True])), min_size=1, max_size=7, unique=True).map(
     tuple
 )
-one_page = st.builds(Page, st.integers(0, 9), st.booleans())
 versions = st.sampled_from([A, B, C])
 ranks = st.sampled_from([0, 1, None, None])
 
@@ -488,23 +514,26 @@ class FlatMachine(RuleBasedStateMachine):
         if past_retention:
             self.durable.clear()
 
-    @rule(page=one_page)
-    def delete(self, page: Page) -> None:
+    @rule(pages=some_pages)
+    def delete(self, pages: tuple[Page, ...]) -> None:
+        before = there(self.store, self.space, pages)
         try:
-            self.run(self.store.prefixes.delete(self.space, *labels((page,))))
+            assert self.run(self.store.prefixes.delete(self.space, *labels(pages))) == sum(before)
         except Conflict:
             return
-        assert there(self.store, self.space, (page,)) == [False]
-        self.durable.discard(page)
+        assert not any(there(self.store, self.space, pages))
+        self.durable -= set(pages)
 
-    @rule(page=one_page)
-    def abandon(self, page: Page) -> None:
-        self.store.prefixes.abandon(self.space, *labels((page,)))
+    @rule(pages=some_pages)
+    def abandon(self, pages: tuple[Page, ...]) -> None:
+        self.store.prefixes.abandon(self.space, *labels(pages))
 
-    @rule(page=one_page)
-    def pin(self, page: Page) -> None:
-        if self.store.match(self.space, *labels((page,))).pages:
-            self.pins.append(self.store.prefixes.pin(self.space, *labels((page,)), 60).id)
+    @rule(pages=some_pages)
+    def pin(self, pages: tuple[Page, ...]) -> None:
+        try:
+            self.pins.append(self.store.prefixes.pin(self.space, *labels(pages), 60).id)
+        except NotFound:
+            assert self.store.match(self.space, *labels(pages[:1])).pages == 0
 
     @rule()
     def unpin(self) -> None:
