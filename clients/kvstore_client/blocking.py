@@ -352,6 +352,9 @@ class Namespace(BlockingTextCalls):
 
     def view(self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None, timeout: float | None = None) -> LocalView:
         """Matched pages where they lie in the daemon's memory (see the asynchronous Namespace.view)."""
+        view = self.inner.view_now(_inner(match), component=component, pages=pages)
+        if view is not None:
+            return view
         return self._client.quickly(partial(self.inner.view, _inner(match), component=component, pages=pages, timeout=timeout), timeout)
 
     def put(

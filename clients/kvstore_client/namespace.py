@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.api.wire import DIGEST_BYTES, BadRequest, FrameType, Hints, KVSpec, NotFound, PartRange
+from kvstore.api.wire import DIGEST_BYTES, BadRequest, FrameType, Hints, KVSpec, PartRange
 from kvstore.api.wire.messages import (
     Affected,
     Committed,
@@ -37,7 +37,7 @@ from kvstore_client.text import Given, TextCalls
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 from kvstore_client.transfer import Progress
-from kvstore_client.view import LocalView, view_parts
+from kvstore_client.view import LocalView, view_now, view_parts
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -178,13 +178,15 @@ class Namespace(TextCalls):
         By default all pages on which the component is needed. What is on SSD is brought up first. Only for a leased match, with a
         daemon on this machine: raises Unsupported without shared memory, NotFound for what is not there (any more).
         """
-        if not match.lease:
-            raise NotFound("there is no lease: what it shows could be replaced at any moment")
-        first, last = pages or match.pages_of(component)
-        if not 0 <= first <= last <= match.pages:
-            raise BadRequest(f"pages [{first}, {last}) of a match of {match.pages}")
+        if (view := view_now(match, component, pages)) is not None:
+            return view
         async with self.client.deadline(timeout):
-            return await view_parts(match, component, first, last)
+            return await view_parts(match, component, pages)
+
+    @checked(match=instance(Match, optional=False))
+    def view_now(self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None) -> LocalView | None:
+        """As `view`, if the daemon need not be asked, which is the rule for what is in DRAM; else None."""
+        return view_now(match, component, pages)
 
     @checked(base=instance(Match), recipe=instance(Given))
     async def put(

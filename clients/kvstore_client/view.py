@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import FrameType, NotFound, PartRange, Unsupported
+from kvstore.api.wire import BadRequest, FrameType, NotFound, PartRange, Unsupported
 from kvstore.api.wire.same_host import MAX_LOCATED, Locate, Place, Places, unpack_places
 from kvstore_client.arguments import writable
 from kvstore_client.blocks import Block, Item, PageBlobs, PageShape
@@ -73,16 +73,24 @@ def _whole(match: "Match", blob: NearBlob, part: PartView, target: int) -> Item:
     return next(Block(shape, PageBlobs(blob.blob), 0, (target,)).items())
 
 
-async def view_parts(match: "Match", component: int, first: int, last: int) -> LocalView:
-    """The parts of a component on the pages [first, last), brought up from SSD if need be.
+Found = list[tuple[int, PartRange, bytes]]
+
+
+def view_now(match: "Match", component: int, pages: tuple[int, int] | None) -> LocalView | None:
+    """The parts of a component on some pages, if all of them lie in memory that is mapped; None if the daemon has to be asked."""
+    found = _parts(match, component, pages)
+    if match.namespace.client.same_host.now is None and found:
+        return None
+    return _view(match, found, _resolve(match, found, match.places()))
+
+
+async def view_parts(match: "Match", component: int, pages: tuple[int, int] | None) -> LocalView:
+    """As `view_now`, mapped and brought up from SSD if need be.
 
     Raises Unsupported without shared memory, NotFound for what is not there (any more), BadRequest for a component that does not exist.
     """
-    match.namespace.spec.check_component(component)
-    found = [(page, part, blob) for page, part, blob in match.parts() if part.component == component and first <= page < last]
+    found = _parts(match, component, pages)
     same_host, places = match.namespace.client.same_host, match.places()
-    if not found:
-        return LocalView(match, [], ())
     if same_host.now is None:
         raise Unsupported("there is no shared memory with this daemon: use fetch")
     await same_host.map((place.segment for place in places.values() if place is not None), match.epoch)
@@ -91,14 +99,31 @@ async def view_parts(match: "Match", component: int, first: int, last: int) -> L
         places = places | await _locate(match, absent)
         await same_host.map((place.segment for place in places.values() if place is not None), match.epoch)
         near = _resolve(match, found, places)
+    view = _view(match, found, near)
+    if view is None:
+        raise NotFound("not all of it is in shared memory: use fetch, or match again")
+    return view
+
+
+def _parts(match: "Match", component: int, pages: tuple[int, int] | None) -> Found:
+    match.namespace.spec.check_component(component)
+    if not match.lease:
+        raise NotFound("there is no lease: what it shows could be replaced at any moment")
+    first, last = pages or match.pages_of(component)
+    if not 0 <= first <= last <= match.pages:
+        raise BadRequest(f"pages [{first}, {last}) of a match of {match.pages}")
+    return [(page, part, blob) for page, part, blob in match.parts() if part.component == component and first <= page < last]
+
+
+def _view(match: "Match", found: Found, near: list[NearBlob | None]) -> LocalView | None:
     blobs = [one for one in near if one is not None]
     if len(blobs) != len(found):
-        raise NotFound("not all of it is in shared memory: use fetch, or match again")
+        return None
     parts = [PartView(page, part, one.stored[: one.layout.payload_bytes]) for (page, part, _), one in zip(found, blobs, strict=True)]
     return LocalView(match, blobs, tuple(parts))
 
 
-def _resolve(match: "Match", found: list[tuple[int, PartRange, bytes]], places: dict[bytes, Place | None]) -> list[NearBlob | None]:
+def _resolve(match: "Match", found: Found, places: dict[bytes, Place | None]) -> list[NearBlob | None]:
     same_host, spec = match.namespace.client.same_host, match.namespace.spec
     near: list[NearBlob | None] = []
     for _, part, blob in found:

@@ -284,14 +284,13 @@ class Connection:
             crowded = self._traffic if self._traffic is not None and self._traffic.crowded else None
             with nullcontext() if crowded is None else crowded.fetching(self.channel, asked.priority, self.session.link.bytes_s):
                 answered = header.request not in self._running and await fetch_small(self, header.request, asked)
-            if answered:
-                self._expect()
         except KVStoreError as error:
             self._fatal_if_protocol(error)
             await self._error(header.request, error)
         else:
             if answered:
                 self._stats.answered(header.type.name, began)
+                self._expect()
             else:
                 await self._start(group, header, began, partial(self._stream, header.request, asked))
                 if asked.priority == INTERACTIVE:

@@ -34,8 +34,9 @@ class BlockingEnds:
 
     async def receive(self, read: Callable[[], T]) -> T:
         """What `read`, a call on the socket, returns. Raises TimeoutError."""
+        left = self._left()
         if not self._spin.worth() or not self._spin.look(partial(self._poll.poll, 0)):
-            self.tell(socket.SO_RCVTIMEO)
+            self._tell(socket.SO_RCVTIMEO, left)
         try:
             return read()
         except BlockingIOError:
@@ -44,18 +45,22 @@ class BlockingEnds:
     async def send(self, write: Callable[[], bool]) -> None:
         """Call `write`, which writes something, until it says that all is out. Raises TimeoutError, and what it raises."""
         while True:
-            self.tell(socket.SO_SNDTIMEO)
+            self._tell(socket.SO_SNDTIMEO, self._left())
             try:
                 if write():
                     return
             except BlockingIOError:
                 raise TimeoutError from None
 
-    def tell(self, option: int) -> None:
-        """Let the kernel end the next wait in time. Raises TimeoutError if it is over."""
+    def _left(self) -> float:
+        """Seconds. Raises TimeoutError if there are none."""
         left = self.until - time.monotonic()
         if left <= 0:
             raise TimeoutError
+        return left
+
+    def _tell(self, option: int, left: float) -> None:
+        """Let the kernel end the next wait in time."""
         told = self._told.get(option, float("inf"))
         if not left <= told <= left * _SLACK:
             self._told[option] = left = left * (1 + _SLACK) / 2
