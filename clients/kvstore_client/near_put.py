@@ -13,7 +13,7 @@ from kvstore.api.wire import BadRequest, Busy, Forbidden, FrameType, slice_diges
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutStart
 from kvstore.api.wire.same_host import CopiedPart, Copy, pack_copies
 from kvstore_client.buffers import STAGE_BYTES, Place
-from kvstore_client.connection import Connection
+from kvstore_client.connection import Connection, Request
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.transfer import Progress
 
@@ -24,8 +24,10 @@ NEAR_AT_ONCE_BYTES = 16 << 20
 """Up to here it is not asked first what is wanted: no more is lost than the time to hash it."""
 _LEAST_BYTES = 1 << 20
 """Smaller puts are sent: asking for a copy costs more than that."""
-_LENT_BATCH_BYTES = 16 << 20
+LENT_BATCH_BYTES = 16 << 20
 """Copied by one request out of a buffer of the caller's."""
+_TURN_BYTES = 4 << 20
+"""Hashed before others on the loop have a turn."""
 _MOST_PARTS = 1024
 
 
@@ -34,6 +36,11 @@ async def near_connection(client: "AsyncClient", nbytes: int) -> Connection | No
     if nbytes < _LEAST_BYTES or client.same_host.hopeless:
         return None
     return await client.same_host.connection()
+
+
+def near_frame_bytes(client: "AsyncClient", data: memoryview) -> int:
+    """The most bytes of a frame of a put that the daemon copies out of these: what it takes from a stage lies on one."""
+    return STAGE_BYTES if client.buffers.find(np.frombuffer(data, np.uint8)) is None else LENT_BATCH_BYTES
 
 
 async def put_near(
@@ -57,11 +64,13 @@ async def put_near_at_once(
     data: memoryview, commit: Commit, progress: Progress | None,
 ) -> Committed:  # fmt: skip
     """Put without asking what is wanted of it: one journey to the daemon and back."""
-    async with connection.unanswered(FrameType.PUT, start, payload):
-        committed = await put_near(client, connection, commit, frames, data, progress)
-    if committed is None:
-        raise Busy("the daemon takes no buffer now: it is to be sent", retry_after_ms=1)
-    return committed
+    near = _NearPut(client, connection, commit, data, sum(frame.nbytes for frame in frames), progress)
+    try:
+        return await near.run(frames, (FrameType.PUT, start, payload))
+    except (Busy, BadRequest, Forbidden, OSError) as error:
+        if near.begun:
+            raise
+        raise Busy("the daemon takes no buffer now: it is to be sent", retry_after_ms=1) from error
 
 
 class _NearPut:
@@ -81,12 +90,23 @@ class _NearPut:
         """Of all frames so far, which come by page, part and slice."""
         self._progress = progress
 
-    async def run(self, frames: Sequence[SliceFrame]) -> Committed:
-        """Copy all, and commit without waiting to hear of it: the commit waits for what is under way, and says what went wrong."""
+    async def run(self, frames: Sequence[SliceFrame], start: Request | None = None) -> Committed:
+        """Copy all, and commit without waiting to hear of it: the commit waits for what is under way, and says what went wrong.
+
+        `start` is the PUT, if that is not sent yet. It is not waited for either.
+        """
         lent = self._buffers.find(self._data)
-        batches = list(_batches(frames, STAGE_BYTES if lent is None else _LENT_BATCH_BYTES))
+        batches = list(_batches(frames, STAGE_BYTES if lent is None else LENT_BATCH_BYTES))
         if not batches:
             return await self._ask_to_commit()
+        if len(batches) == 1:
+            return await self._copy_last(batches[0], lent, start)
+        if start is None:
+            return await self._copy_all(batches, lent)
+        async with self._connection.unanswered(*start):
+            return await self._copy_all(batches, lent)
+
+    async def _copy_all(self, batches: list[list[SliceFrame]], lent: Place | None) -> Committed:
         tasks: list[asyncio.Task[None]] = []
         try:
             for batch in batches[:-1]:
@@ -97,14 +117,13 @@ class _NearPut:
                 for task in tasks:
                     if task.done():
                         task.result()
-            committed = await self._copy_last(batches[-1], *await self._place(batches[-1], lent))
+            committed = await self._copy_last(batches[-1], lent)
             await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        self._tell(batches[-1])
         return committed
 
     async def _place(self, batch: list[SliceFrame], lent: Place | None) -> tuple[Place, int]:
@@ -126,10 +145,14 @@ class _NearPut:
 
     async def _hash(self, batch: list[SliceFrame]) -> None:
         """The digests of the caller's bytes."""
+        turn = 0
         for frame in batch:
-            self._digests += [slice_digest(self._data[start : start + size].data) for start, size in frame.slices]
-            if frame is not batch[-1]:
-                await asyncio.sleep(0)  # others have a turn
+            for start, size in frame.slices:
+                if turn + size > _TURN_BYTES:
+                    await asyncio.sleep(0)
+                    turn = 0
+                self._digests.append(slice_digest(self._data[start : start + size].data))
+                turn += size
 
     async def _copy(self, batch: list[SliceFrame], place: Place, number: int) -> None:
         try:
@@ -139,16 +162,19 @@ class _NearPut:
             self._buffers.unstage(place)
         self._tell(batch)
 
-    async def _copy_last(self, batch: list[SliceFrame], place: Place, number: int) -> Committed:
+    async def _copy_last(self, batch: list[SliceFrame], lent: Place | None, before: Request | None = None) -> Committed:
         """What answers its COPY is the answer to the COMMIT."""
+        place, number = await self._place(batch, lent)
         try:
             message, parts = self._request(batch, place, number)
             message.quiet = True
-            async with self._connection.unanswered(FrameType.COPY, message, parts):
+            async with self._connection.unanswered(FrameType.COPY, message, parts, before=before):
                 await self._hash(batch)
-                return await self._ask_to_commit()
+                committed = await self._ask_to_commit()
         finally:
             self._buffers.unstage(place)
+        self._tell(batch)
+        return committed
 
     async def _ask_to_commit(self) -> Committed:
         committed, _ = await self._connection.call(FrameType.COMMIT, self._commit, Committed, b"".join(self._digests))

@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
-from xxhash import xxh3_128
 
+from kvstore.api.copying import COPIERS, Copying, Job
 from kvstore.api.wire.channel import Channel
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.same_host import host_id
-from kvstore.digests import slice_digest
 from kvstore.errors import BadRequest, Busy, NotFound
 
 _log = logging.getLogger("kvstore.same_host")
@@ -34,14 +33,8 @@ MAX_LENT_BUFFERS = 1024
 """Of all connections together: each is a descriptor, and a mapping."""
 _MOST_LENT = 16 << 40
 """Bytes of all buffers together: address space that they may take from the daemon."""
-_COPIERS = 2
-_UNIT = 256 << 10
-"""Bytes copied and then hashed at a time: they are still in the processor's own cache."""
 _CREDENTIALS = struct.Struct("3i")
 _F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x2
-
-Job = tuple[memoryview, tuple[int, ...], int]
-"""Where to copy to, the sizes of the slices there, and where they lie in the buffer."""
 
 
 class SameHost:
@@ -60,7 +53,7 @@ class SameHost:
     def copiers(self) -> ThreadPoolExecutor:
         """The threads that copy out of clients' buffers, and let go of them."""
         if self._copiers is None:
-            self._copiers = ThreadPoolExecutor(_COPIERS, "kvstore-copier")
+            self._copiers = ThreadPoolExecutor(COPIERS, "kvstore-copier")
         return self._copiers
 
     def close(self) -> None:
@@ -218,15 +211,15 @@ class ClientBuffer:
             os.close(self._descriptor)
 
     def copy(self, copiers: ThreadPoolExecutor, jobs: Sequence[Job]) -> "asyncio.Future[list[list[bytes]]]":
-        """Start to copy slices out of it, in a thread. The future gives the digests of what was copied, computed from the copy.
+        """Start to copy slices out of it, in threads. The future gives the digests of what was copied, computed from the copy.
 
-        It may raise BadRequest. Wait for it in any case: until it is done, the thread writes.
+        It may raise BadRequest. Wait for it in any case: until it is done, they write.
         """
         for view, _, offset in jobs:
             if offset + len(view) > self.nbytes:
                 raise BadRequest(f"bytes {offset} to {offset + len(view)} of a buffer of {self.nbytes}")
         self._users += 1
-        future = asyncio.get_running_loop().run_in_executor(copiers, self._copy, jobs)
+        future = Copying(self._read, jobs).start(copiers)
         future.add_done_callback(self._done)
         return future
 
@@ -234,36 +227,6 @@ class ClientBuffer:
         self._users -= 1
         if self._unused is not None and not self._users:
             self._unused()
-
-    def _copy(self, jobs: Sequence[Job]) -> list[list[bytes]]:
-        return [self._copy_one(*job) for job in jobs]
-
-    def _copy_one(self, target: memoryview, sizes: tuple[int, ...], offset: int) -> list[bytes]:
-        digests: list[bytes] = []
-        at = end = first = 0
-        for index, size in enumerate(sizes):
-            if size > _UNIT:
-                digests.append(self._copy_slice(target[at : at + size], offset + at))
-                at = end = at + size
-                first = index + 1
-                continue
-            end += size
-            if index + 1 < len(sizes) and sizes[index + 1] <= _UNIT and end + sizes[index + 1] - at <= _UNIT:
-                continue  # with the next
-            self._read(target[at:end], offset + at)
-            for each in sizes[first : index + 1]:
-                digests.append(slice_digest(target[at : at + each]))
-                at += each
-            first = index + 1
-        return digests
-
-    def _copy_slice(self, target: memoryview, offset: int) -> bytes:
-        digest = xxh3_128()
-        for at in range(0, len(target), _UNIT):
-            piece = target[at : at + _UNIT]
-            self._read(piece, offset + at)
-            digest.update(piece)
-        return digest.digest()
 
     def _read(self, target: memoryview, offset: int) -> None:
         if self._memory is not None:
