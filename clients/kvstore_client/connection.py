@@ -43,6 +43,8 @@ _SOON_BYTES = 256 << 10
 """What is fetched into no more than this is expected within microseconds."""
 
 Pending = Call[asyncio.Future[Frame]]
+Request = tuple[FrameType, Message, bytes | memoryview]
+"""Of a frame: its type, meta and payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,22 +211,37 @@ class Connection(Answers[asyncio.Future[Frame]]):
                     return unpack(Fetched, meta)
 
     @asynccontextmanager
-    async def unanswered(self, frame_type: FrameType, message: Message, payload: bytes | memoryview = b"") -> AsyncIterator["Unanswered"]:
-        """Send a request that is answered only if there is something to say. What fails in the block because of that raises that error."""
+    async def unanswered(
+        self, frame_type: FrameType, message: Message, payload: bytes | memoryview = b"", *, before: Request | None = None
+    ) -> AsyncIterator["Unanswered"]:
+        """Send a request that is answered only if there is something to say. What fails in the block because of that raises that error.
+
+        With `before`, another such request is sent in front of it, in one go, and what is said to that counts first.
+        """
         self._raise_if_lost()
-        number = next(self._numbers)
-        call = self._calls[number] = Call(asyncio.get_running_loop().create_future())
+        requests = [(frame_type, message, payload)] if before is None else [before, (frame_type, message, payload)]
+        numbers = [next(self._numbers) for _ in requests]
+        calls: list[Pending] = [Call(asyncio.get_running_loop().create_future()) for _ in requests]
+        self._calls.update(zip(numbers, calls, strict=True))
         try:
-            await self._send(encode(frame_type, number, pack(message), payload))
-            yield Unanswered(number, call)
-        except KVStoreError as error:
-            if call.done.done():
-                raise call.done.exception() or error from None
+            await self._send(
+                [
+                    part
+                    for number, (kind, meta, body) in zip(numbers, requests, strict=True)
+                    for part in encode(kind, number, pack(meta), body)
+                ]
+            )
+            yield Unanswered(numbers[-1], calls[-1])
+        except KVStoreError:
+            for call in calls:
+                if call.done.done() and (said := call.done.exception()) is not None:
+                    raise said from None
             raise
         finally:
-            self._calls.pop(number, None)
-            if call.done.done():
-                call.done.exception()  # it is told above, or does not matter any more
+            for number, call in zip(numbers, calls, strict=True):
+                self._calls.pop(number, None)
+                if call.done.done():
+                    call.done.exception()  # it is told above, or does not matter any more
 
     async def send_slices(
         self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview], number: int | None = None

@@ -1,4 +1,7 @@
-"""Puts out of memory that the daemon can read: it copies the slices itself, and verifies its copy."""
+"""Puts out of memory that the daemon can read: it copies the slices itself, and verifies its copy.
+
+The bytes are hashed here while the daemon copies them: it hears the digests with the COMMIT, and nothing can be read before they agree.
+"""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -9,8 +12,8 @@ import numpy as np
 from kvstore.api.wire import BadRequest, Busy, Forbidden, FrameType, slice_digest
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutStart
 from kvstore.api.wire.same_host import CopiedPart, Copy, pack_copies
-from kvstore_client.buffers import Place
-from kvstore_client.connection import Connection
+from kvstore_client.buffers import STAGE_BYTES, Place
+from kvstore_client.connection import Connection, Request
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.transfer import Progress
 
@@ -21,8 +24,10 @@ NEAR_AT_ONCE_BYTES = 16 << 20
 """Up to here it is not asked first what is wanted: no more is lost than the time to hash it."""
 _LEAST_BYTES = 1 << 20
 """Smaller puts are sent: asking for a copy costs more than that."""
-_BATCH_BYTES = 4 << 20
-"""Copied by one request: the daemon copies one batch while the next is hashed here."""
+LENT_BATCH_BYTES = 16 << 20
+"""Copied by one request out of a buffer of the caller's."""
+_TURN_BYTES = 4 << 20
+"""Hashed before others on the loop have a turn."""
 _MOST_PARTS = 1024
 
 
@@ -31,6 +36,11 @@ async def near_connection(client: "AsyncClient", nbytes: int) -> Connection | No
     if nbytes < _LEAST_BYTES or client.same_host.hopeless:
         return None
     return await client.same_host.connection()
+
+
+def near_frame_bytes(client: "AsyncClient", data: memoryview) -> int:
+    """The most bytes of a frame of a put that the daemon copies out of these: what it takes from a stage lies on one."""
+    return STAGE_BYTES if client.buffers.find(np.frombuffer(data, np.uint8)) is None else LENT_BATCH_BYTES
 
 
 async def put_near(
@@ -54,11 +64,13 @@ async def put_near_at_once(
     data: memoryview, commit: Commit, progress: Progress | None,
 ) -> Committed:  # fmt: skip
     """Put without asking what is wanted of it: one journey to the daemon and back."""
-    async with connection.unanswered(FrameType.PUT, start, payload):
-        committed = await put_near(client, connection, commit, frames, data, progress)
-    if committed is None:
-        raise Busy("the daemon takes no buffer now: it is to be sent", retry_after_ms=1)
-    return committed
+    near = _NearPut(client, connection, commit, data, sum(frame.nbytes for frame in frames), progress)
+    try:
+        return await near.run(frames, (FrameType.PUT, start, payload))
+    except (Busy, BadRequest, Forbidden, OSError) as error:
+        if near.begun:
+            raise
+        raise Busy("the daemon takes no buffer now: it is to be sent", retry_after_ms=1) from error
 
 
 class _NearPut:
@@ -74,28 +86,38 @@ class _NearPut:
         self._data = np.frombuffer(data, np.uint8)
         self._total = total
         self._done = 0
+        self._digests: list[bytes] = []
+        """Of all frames so far, which come by page, part and slice."""
         self._progress = progress
 
-    async def run(self, frames: Sequence[SliceFrame]) -> Committed:
-        """Copy all, and commit without waiting to hear of it: the commit waits for what is under way, and says what went wrong."""
-        tasks: list[asyncio.Task[None]] = []
+    async def run(self, frames: Sequence[SliceFrame], start: Request | None = None) -> Committed:
+        """Copy all, and commit without waiting to hear of it: the commit waits for what is under way, and says what went wrong.
+
+        `start` is the PUT, if that is not sent yet. It is not waited for either.
+        """
         lent = self._buffers.find(self._data)
+        batches = list(_batches(frames, STAGE_BYTES if lent is None else LENT_BATCH_BYTES))
+        if not batches:
+            return await self._ask_to_commit()
+        if len(batches) == 1:
+            return await self._copy_last(batches[0], lent, start)
+        if start is None:
+            return await self._copy_all(batches, lent)
+        async with self._connection.unanswered(*start):
+            return await self._copy_all(batches, lent)
+
+    async def _copy_all(self, batches: list[list[SliceFrame]], lent: Place | None) -> Committed:
+        tasks: list[asyncio.Task[None]] = []
         try:
-            for batch in _batches(frames):
-                place = await self._buffers.stage(sum(frame.nbytes for frame in batch), within=lent)
-                try:
-                    number = await self._buffers.number(self._connection, place.buffer)
-                    digests = self._prepare(batch, place)
-                except BaseException:
-                    self._buffers.unstage(place)
-                    raise
-                self.begun = True
-                tasks.append(asyncio.create_task(self._copy(batch, place, number, digests)))
-                await asyncio.sleep(0)  # the request leaves before the next batch is hashed
+            for batch in batches[:-1]:
+                place, number = await self._place(batch, lent)
+                tasks.append(asyncio.create_task(self._copy(batch, place, number)))
+                await asyncio.sleep(0)  # the request leaves before its bytes are hashed
+                await self._hash(batch)
                 for task in tasks:
                     if task.done():
                         task.result()
-            committed, _ = await self._connection.call(FrameType.COMMIT, self._commit, Committed)
+            committed = await self._copy_last(batches[-1], lent)
             await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
@@ -104,39 +126,79 @@ class _NearPut:
             raise
         return committed
 
-    def _prepare(self, batch: list[SliceFrame], place: Place) -> list[bytes]:
-        """The digests of the caller's bytes; these are also copied to the stage, if they are not in a buffer already."""
-        digests: list[bytes] = []
-        at = place.offset
-        for frame in batch:
-            digests += [slice_digest(self._data[start : start + size].data) for start, size in frame.slices]
-            if place.staged:
-                start = frame.slices[0][0]
-                np.copyto(place.buffer.array[at : at + frame.nbytes], self._data[start : start + frame.nbytes])
-                at += frame.nbytes
-        return digests
-
-    async def _copy(self, batch: list[SliceFrame], place: Place, number: int, digests: list[bytes]) -> None:
+    async def _place(self, batch: list[SliceFrame], lent: Place | None) -> tuple[Place, int]:
+        """Where a batch is copied from, and the number of that buffer: it is put on the stage if it is not in a buffer already."""
+        place = await self._buffers.stage(sum(frame.nbytes for frame in batch), within=lent)
         try:
-            parts, at = [], place.offset
-            for frame in batch:
-                offset = at if place.staged else place.offset + frame.slices[0][0]
-                parts.append(CopiedPart(frame.page, frame.part, frame.first_slice, offset))
-                at += frame.nbytes
-            message = Copy(handle=self._commit.handle, buffer=number, slices=[len(frame.slices) for frame in batch])
-            await self._connection.call(FrameType.COPY, message, Empty, pack_copies(parts) + b"".join(digests))
+            number = await self._buffers.number(self._connection, place.buffer)
+            if place.staged:
+                at = place.offset
+                for frame in batch:
+                    start = frame.slices[0][0]
+                    np.copyto(place.buffer.array[at : at + frame.nbytes], self._data[start : start + frame.nbytes])
+                    at += frame.nbytes
+        except BaseException:
+            self._buffers.unstage(place)
+            raise
+        self.begun = True
+        return place, number
+
+    async def _hash(self, batch: list[SliceFrame]) -> None:
+        """The digests of the caller's bytes."""
+        turn = 0
+        for frame in batch:
+            for start, size in frame.slices:
+                if turn + size > _TURN_BYTES:
+                    await asyncio.sleep(0)
+                    turn = 0
+                self._digests.append(slice_digest(self._data[start : start + size].data))
+                turn += size
+
+    async def _copy(self, batch: list[SliceFrame], place: Place, number: int) -> None:
+        try:
+            message, parts = self._request(batch, place, number)
+            await self._connection.call(FrameType.COPY, message, Empty, parts)
         finally:
             self._buffers.unstage(place)
+        self._tell(batch)
+
+    async def _copy_last(self, batch: list[SliceFrame], lent: Place | None, before: Request | None = None) -> Committed:
+        """What answers its COPY is the answer to the COMMIT."""
+        place, number = await self._place(batch, lent)
+        try:
+            message, parts = self._request(batch, place, number)
+            message.quiet = True
+            async with self._connection.unanswered(FrameType.COPY, message, parts, before=before):
+                await self._hash(batch)
+                committed = await self._ask_to_commit()
+        finally:
+            self._buffers.unstage(place)
+        self._tell(batch)
+        return committed
+
+    async def _ask_to_commit(self) -> Committed:
+        committed, _ = await self._connection.call(FrameType.COMMIT, self._commit, Committed, b"".join(self._digests))
+        return committed
+
+    def _request(self, batch: list[SliceFrame], place: Place, number: int) -> tuple[Copy, bytes]:
+        parts, at = [], place.offset
+        for frame in batch:
+            offset = at if place.staged else place.offset + frame.slices[0][0]
+            parts.append(CopiedPart(frame.page, frame.part, frame.first_slice, offset))
+            at += frame.nbytes
+        return Copy(handle=self._commit.handle, buffer=number, slices=[len(frame.slices) for frame in batch]), pack_copies(parts)
+
+    def _tell(self, batch: list[SliceFrame]) -> None:
         self._done += sum(frame.nbytes for frame in batch)
         if self._progress is not None:
             self._progress(self._done, self._total)
 
 
-def _batches(frames: Sequence[SliceFrame]) -> Iterator[list[SliceFrame]]:
+def _batches(frames: Sequence[SliceFrame], most: int) -> Iterator[list[SliceFrame]]:
     batch: list[SliceFrame] = []
     nbytes = 0
     for frame in frames:
-        if batch and (nbytes + frame.nbytes > _BATCH_BYTES or len(batch) == _MOST_PARTS):
+        if batch and (nbytes + frame.nbytes > most or len(batch) == _MOST_PARTS):
             yield batch
             batch, nbytes = [], 0
         batch.append(frame)

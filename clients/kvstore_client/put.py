@@ -13,7 +13,7 @@ from kvstore.api.wire import MAX_BULK_PAYLOAD, Busy, FrameType, PartRange
 from kvstore.api.wire.messages import Commit, Committed, PutReady, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.linked import LINK_STRIPE
-from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, put_near, put_near_at_once
+from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, near_frame_bytes, put_near, put_near_at_once
 from kvstore_client.plan import INTERACTIVE_BYTES
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.times import milliseconds
@@ -92,9 +92,10 @@ async def _attempt(
         handle, wanted = ready.handle, ready.wanted
     commit = Commit(handle=handle, wait_ms=10_000, whole_ms=whole_ms)
     try:
-        frames = layout.frames(wanted, parts, LINK_STRIPE if near is None and pool.several else MAX_BULK_PAYLOAD)
         if message.handle and near is not None:
+            frames = layout.frames(wanted, parts, near_frame_bytes(client, data))
             return await put_near_at_once(client, near, message, payload, frames, data, commit, progress)
+        frames = layout.frames(wanted, parts, LINK_STRIPE if near is None and pool.several else MAX_BULK_PAYLOAD)
         if message.handle:
             return await put_at_once(connection, message, payload, frames, data, commit, progress)
         if near is not None and (done := await put_near(client, near, commit, frames, data, progress)) is not None:

@@ -17,10 +17,10 @@ from functools import partial
 
 import numpy as np
 
+from kvstore.api.copying import COPIERS, Copying, Job
 from kvstore.api.wire.channel import Channel
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.same_host import host_id
-from kvstore.digests import slice_digest
 from kvstore.errors import BadRequest, Busy, NotFound
 
 _log = logging.getLogger("kvstore.same_host")
@@ -33,14 +33,8 @@ MAX_LENT_BUFFERS = 1024
 """Of all connections together: each is a descriptor, and a mapping."""
 _MOST_LENT = 16 << 40
 """Bytes of all buffers together: address space that they may take from the daemon."""
-_COPIERS = 2
-_UNIT = 1 << 20
-"""Bytes copied and then hashed at a time, if the slices are smaller: the C library copies less than this far slower."""
 _CREDENTIALS = struct.Struct("3i")
 _F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x2
-
-Job = tuple[memoryview, tuple[int, ...], int]
-"""Where to copy to, the sizes of the slices there, and where they lie in the buffer."""
 
 
 class SameHost:
@@ -59,7 +53,7 @@ class SameHost:
     def copiers(self) -> ThreadPoolExecutor:
         """The threads that copy out of clients' buffers, and let go of them."""
         if self._copiers is None:
-            self._copiers = ThreadPoolExecutor(_COPIERS, "kvstore-copier")
+            self._copiers = ThreadPoolExecutor(COPIERS, "kvstore-copier")
         return self._copiers
 
     def close(self) -> None:
@@ -217,15 +211,15 @@ class ClientBuffer:
             os.close(self._descriptor)
 
     def copy(self, copiers: ThreadPoolExecutor, jobs: Sequence[Job]) -> "asyncio.Future[list[list[bytes]]]":
-        """Start to copy slices out of it, in a thread. The future gives the digests of what was copied, computed from the copy.
+        """Start to copy slices out of it, in threads. The future gives the digests of what was copied, computed from the copy.
 
-        It may raise BadRequest. Wait for it in any case: until it is done, the thread writes.
+        It may raise BadRequest. Wait for it in any case: until it is done, they write.
         """
         for view, _, offset in jobs:
             if offset + len(view) > self.nbytes:
                 raise BadRequest(f"bytes {offset} to {offset + len(view)} of a buffer of {self.nbytes}")
         self._users += 1
-        future = asyncio.get_running_loop().run_in_executor(copiers, self._copy, jobs)
+        future = Copying(self._read, jobs).start(copiers)
         future.add_done_callback(self._done)
         return future
 
@@ -233,23 +227,6 @@ class ClientBuffer:
         self._users -= 1
         if self._unused is not None and not self._users:
             self._unused()
-
-    def _copy(self, jobs: Sequence[Job]) -> list[list[bytes]]:
-        return [self._copy_one(*job) for job in jobs]
-
-    def _copy_one(self, target: memoryview, sizes: tuple[int, ...], offset: int) -> list[bytes]:
-        digests: list[bytes] = []
-        at = end = first = 0
-        for index, size in enumerate(sizes):
-            end += size
-            if end - at < _UNIT and index + 1 < len(sizes):
-                continue
-            self._read(target[at:end], offset + at)
-            for each in sizes[first : index + 1]:
-                digests.append(slice_digest(target[at : at + each]))
-                at += each
-            first = index + 1
-        return digests
 
     def _read(self, target: memoryview, offset: int) -> None:
         if self._memory is not None:

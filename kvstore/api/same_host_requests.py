@@ -4,9 +4,10 @@ import os
 from functools import partial
 
 from kvstore.api.auth import Access
+from kvstore.api.copying import Job
 from kvstore.api.replies import Context, Reply
 from kvstore.api.requests import Quick, Slow
-from kvstore.api.same_host import Job, SameHostPeer
+from kvstore.api.same_host import SameHostPeer
 from kvstore.api.streaming import BEGIN_WAIT_S
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import Empty, Message
@@ -30,6 +31,9 @@ from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import BadRequest, Busy, Forbidden, KVStoreError
 from kvstore.store import Put
 from kvstore.store.waits import finish_despite_cancel
+
+Named = tuple[CopiedPart, int, bytes | None]
+"""Slices that a COPY names, how many they are, and their digests; None if those are said later."""
 
 
 def _peer(context: Context) -> SameHostPeer:
@@ -76,31 +80,40 @@ def _drop_buffer(context: Context, message: Buffered, payload: bytes) -> Reply:
     return Reply(FrameType.OK, Empty())
 
 
-async def _copy(context: Context, message: Copy, payload: bytes) -> Reply:
+async def _copy(context: Context, message: Copy, payload: bytes) -> Reply | None:
     peer = _peer(context)
     put = context.store.get_put(context.session.owner, message.handle)
     try:
+        named = _named(message, payload)
+        for part, count, digests in named:
+            if digests is None:
+                put.expect(part.page, part.part, part.first_slice, count)  # before anything is waited for: a COMMIT may be next
         if put.at_once:
             await context.store.put_begun(put, BEGIN_WAIT_S)
-        copied = await _copy_into(put, peer, message, payload)
+            named = [each for each in named if put.wants(each[0].page, each[0].part)]
+        copied = await _copy_into(put, peer, message.buffer, named)
     except KVStoreError as error:
         put.fail(error)  # its commit says so, too
         raise
     context.store.stats.copied_put_bytes += copied
-    return Reply(FrameType.OK, Empty())
+    return None if message.quiet else Reply(FrameType.OK, Empty())
 
 
-async def _copy_into(put: Put, peer: SameHostPeer, message: Copy, payload: bytes) -> int:
-    """Returns the bytes."""
+def _named(message: Copy, payload: bytes) -> list[Named]:
     counts, at = message.slices, len(message.slices) * COPY_BYTES
-    if not 0 < len(counts) <= MAX_COPIES or min(counts) < 1 or len(payload) != at + sum(counts) * DIGEST_BYTES:
+    late = len(payload) == at
+    if not 0 < len(counts) <= MAX_COPIES or min(counts) < 1 or not (late or len(payload) == at + sum(counts) * DIGEST_BYTES):
         raise BadRequest(f"a copy of {len(counts)} parts with a payload of {len(payload)} bytes")
-    buffer = peer.buffer(message.buffer)
-    parts: list[tuple[CopiedPart, int, bytes]] = []
+    named: list[Named] = []
     for part, count in zip(unpack_copies(payload[:at]), counts, strict=True):
-        if not put.at_once or put.wants(part.page, part.part):
-            parts.append((part, count, payload[at : at + count * DIGEST_BYTES]))
+        named.append((part, count, None if late else payload[at : at + count * DIGEST_BYTES]))
         at += count * DIGEST_BYTES
+    return named
+
+
+async def _copy_into(put: Put, peer: SameHostPeer, number: int, parts: list[Named]) -> int:
+    """Returns the bytes."""
+    buffer = peer.buffer(number)
     located = 0
     jobs: list[Job] = []
     received = 0

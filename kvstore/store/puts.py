@@ -21,6 +21,7 @@ from kvstore.errors import BadDigest, BadRequest, Cancelled, KVStoreError, NotFo
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import KVSpec, PartRange, SliceLayout
 from kvstore.radix.tree import Extras
+from kvstore.store.late_digests import LateDigests
 from kvstore.store.pending import Pending, overlap
 from kvstore.store.space import Space
 from kvstore.tiers.blobs import NO_SLOT
@@ -102,6 +103,7 @@ class Put:
         self._received = self._wanted
         self._claimed = self._received
         self._missing = 0
+        self._late = LateDigests()
         self._anchors: list[bytes] = []
         self._writers = 0
         self._followers = 0
@@ -251,12 +253,38 @@ class Put:
         self._writers += 1
         return self._view(row, part)[start:end], layout.sizes[first_slice:last]
 
-    def received(self, page: int, part: int, first_slice: int, digests: list[bytes], claimed: bytes) -> None:
-        """Slices have arrived with these digests; `claimed` are the ones the client computed. Raises BadDigest."""
+    def expect(self, page: int, part: int, first_slice: int, slices: int) -> None:
+        """Slices come whose digests are said later, wanted or not. Raises BadRequest if the put can have no such slices."""
+        there = self.first_page <= page < self.total_pages and part < len(self._layouts)
+        if not there or not first_slice + slices <= self._layouts[part].count:
+            raise BadRequest(f"slices {first_slice} to {first_slice + slices} of page {page}, part {part}: this put has none such")
+        self._late.expect((page, part, first_slice), slices)
+
+    def received(self, page: int, part: int, first_slice: int, digests: list[bytes], claimed: bytes | None) -> None:
+        """Slices have arrived with these digests; `claimed` are the ones the client computed, None if it says them later. Raises BadDigest.
+
+        They count once both are known.
+        """
         self._writers -= 1
         if self.closed:
             self._free_if_idle()
             raise Cancelled(f"put {self.handle} has ended")
+        if claimed is None:
+            claimed = self._late.found((page, part, first_slice), digests)
+        if claimed is not None:
+            self._verify(page, part, first_slice, digests, claimed)
+
+    def say(self, digests: bytes) -> None:
+        """The client says the digests of all that was expected without, by page, part and slice. What is wrong with them spoils the put."""
+        try:
+            for (page, part, first_slice), found, said in self._late.said(digests):
+                if self.closed:
+                    break  # its commit says so
+                self._verify(page, part, first_slice, found, said)
+        except (BadRequest, BadDigest) as error:
+            self.fail(error)
+
+    def _verify(self, page: int, part: int, first_slice: int, digests: list[bytes], claimed: bytes) -> None:
         row, layout = page - self.first_page, self._layouts[part]
         for index, digest in enumerate(digests):
             if digest != claimed[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:

@@ -108,11 +108,16 @@ class Buffered(Message):
 
 
 class Copy(Message):
-    """Take slices of a put from a buffer. Payload: `parts` copied parts of 16 bytes, then `slices[i]` digests for each."""
+    """Take slices of a put from a buffer. Payload: copied parts of 16 bytes, then `slices[i]` digests for each, or no digests at all.
+
+    Those are in the payload of COMMIT then: of all slices that came without, by page, part and slice. A `quiet` one is answered
+    only by an error: that the rest went well, COMMITTED says.
+    """
 
     handle: int
     buffer: int
     slices: list[int]
+    quiet: bool = False
 
 
 @lru_cache(maxsize=1)
