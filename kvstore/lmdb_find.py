@@ -5,9 +5,9 @@ then read by itself. Format as in `kvstore.lmdb_walk`. The caller keeps a read t
 """
 
 import os
+import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.lmdb_walk import BIG_DATA, BRANCH, NO_PAGE, NODE, OVERFLOW, page_flags, page_nodes, unpack_meta
 
@@ -23,9 +23,8 @@ class Damaged(Exception):
     """A page on the way is not what it should be."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a value lies."""
+class Place(NamedTuple):
+    """Where a value lies. A tuple, as a blob has hundreds, and a fetch waits for them."""
 
     key: bytes
     at: int
@@ -34,11 +33,8 @@ class Place:
 
 def find_values(fd: int, transaction: int, prefix: bytes, page_size: int = 4096) -> list[Place]:
     """The values of all keys that begin with `prefix`, in the order of their keys. Blocking. Raises Overtaken, Damaged, OSError."""
-    found = []
-    for place in _from(fd, _root(fd, transaction, page_size), prefix, page_size):
-        if not place.key.startswith(prefix):
-            break
-        found.append(place)
+    found: list[Place] = []
+    _add_from(found, fd, _root(fd, transaction, page_size), prefix, page_size)
     return found
 
 
@@ -52,10 +48,10 @@ def _root(fd: int, transaction: int, page_size: int) -> int:
     raise Overtaken
 
 
-def _from(fd: int, number: int, low: bytes, page_size: int, depth: int = _MAX_DEPTH) -> Iterator[Place]:
-    """The values of a subtree whose keys are `low` or come after it."""
+def _add_from(found: list[Place], fd: int, number: int, prefix: bytes, page_size: int, depth: int = _MAX_DEPTH) -> bool:
+    """Add the values of a subtree whose keys begin with `prefix`. Returns whether there may be more behind it."""
     if number == NO_PAGE:
-        return
+        return True
     if number >= _MOST_PAGES:
         raise Damaged(f"a page names a page {number}")
     page = os.pread(fd, page_size, number * page_size)
@@ -63,21 +59,30 @@ def _from(fd: int, number: int, low: bytes, page_size: int, depth: int = _MAX_DE
     if not nodes or not depth:
         raise Damaged(f"page {number} is not one of a tree")
     if page_flags(page) & BRANCH:
-        first = bisect_right(nodes, low, 1, key=lambda at: _key(page, at)) - 1  # the first key of a branch page says nothing
+        first = bisect_right(nodes, prefix, 1, key=lambda at: _key(page, at)) - 1  # the first key of a branch page says nothing
         for at in nodes[first:]:
             lowest, high, upper, _ = NODE.unpack_from(page, at)
-            yield from _from(fd, lowest | high << 16 | upper << 32, low, page_size, depth - 1)
-        return
-    for at in nodes[bisect_left(nodes, low, key=lambda at: _key(page, at)) :]:
+            if not _add_from(found, fd, lowest | high << 16 | upper << 32, prefix, page_size, depth - 1):
+                return False
+        return True
+    base, size, big = number * page_size, -1, struct.Struct("")
+    for at in nodes[bisect_left(nodes, prefix, key=lambda at: _key(page, at)) :]:
         lowest, high, flags, key_bytes = NODE.unpack_from(page, at)
-        key_at, value_at, nbytes = at + NODE.size, at + NODE.size + key_bytes, lowest | high << 16
+        at += NODE.size
+        if not page.startswith(prefix, at):
+            return False
         if flags & BIG_DATA:
-            run = int.from_bytes(page[value_at : value_at + 8], "little")
+            if key_bytes != size:
+                size, big = key_bytes, struct.Struct(f"<{key_bytes}sQ")
+            if at + big.size > page_size:
+                raise Damaged(f"page {number} names no page behind a key")
+            key, run = big.unpack_from(page, at)
             if run >= _MOST_PAGES:
                 raise Damaged(f"page {number} names a page {run}")
-            yield Place(page[key_at:value_at], run * page_size + OVERFLOW.size, nbytes)
+            found.append(Place(key, run * page_size + OVERFLOW.size, lowest | high << 16))
         else:
-            yield Place(page[key_at:value_at], number * page_size + value_at, nbytes)
+            found.append(Place(page[at : at + key_bytes], base + at + key_bytes, lowest | high << 16))
+    return True
 
 
 def _key(page: bytes, at: int) -> bytes:

@@ -2,7 +2,9 @@
 
 from bench.peers.ratios import GOALS, STORES
 from bench.report import Report
+from bench.ssd_fetch import CASES
 
+_SSD = (*(f"ssd_cold_{case}" for case in CASES), "ssd_then_dram", "read_1_thread", "fio", "fio_1_thread")
 _SHAPES = ("1MiB", "4MiB", "16MiB", "64MiB", "32x1.5MiB")
 
 
@@ -78,7 +80,7 @@ def _small(report: Report) -> str:
 def _rest(report: Report) -> str:
     """Same host and SSD, and the memory's limit."""
     names = ("memcpy_16MiB", "numpy_copy_16MiB", "fetch_16MiB", "put_16MiB", "put_any_memory_16MiB", "mooncake_get_16MiB")
-    more = ("mooncake_put_16MiB", "lease_and_view_16MiB", "lease_and_view_16MiB_blocking", "ssd_cold_16MiB", "fio_16MiB")
+    more = ("mooncake_put_16MiB", "lease_and_view_16MiB", "lease_and_view_16MiB_blocking", *(f"{name}_16MiB" for name in _SSD))
     lines = ["| | median (spread) | unit |", "| --- | --- | --- |"]
     for name in names + more:
         if report.values(name):

@@ -6,8 +6,10 @@ durable when `commit` returns. LMDB has no checksums: what is read is verified a
 
 import os
 import struct
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,19 +31,20 @@ from kvstore.lmdb_files import (
 )
 from kvstore.lmdb_find import Damaged, Overtaken, Place, find_values
 from kvstore.tiers import Usage
+from kvstore.tiers.extents import PAGE_HEADER, ExtentFile
+from kvstore.tiers.together import Together
 
 _KEY = struct.Struct(">I16sH")
 _PROBE_NUMBER = 0xFFFFFFFF
 """The namespace of what is written to see whether writing works; no namespace has it, so a rest is swept at the next start."""
-_PAGE_HEADER = 16
-"""LMDB's header on a run of overflow pages: an extent and its header fill whole pages."""
 _MOST_TRIES = 100
-_MOST_AT_ONCE = 32
-"""Extents that are read by one call, if they follow each other: 2 MiB."""
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 2 << 20
 """Of a blob, read and verified before they are given out: enough for the disk, little enough to be sent meanwhile."""
 
-DEFAULT_EXTENT_BYTES = (68 << 10) - _PAGE_HEADER
+_PARTNERS = 2
+"""Threads that help those who read a large blob."""
+
+DEFAULT_EXTENT_BYTES = (68 << 10) - PAGE_HEADER
 """A little over 64 KiB, so that a blob whose payload is a power of two finds room for its digests in the last extent."""
 
 Arrived = Callable[[int], object]
@@ -79,7 +82,8 @@ class BlobFile:
     def _open(self) -> None:
         self._env = open_environment(self._path, self._map_bytes, entry_bytes=self.extent_bytes, max_spare_txns=8, max_readers=126)
         self._extents: int = self._env.stat()["entries"]
-        self._fd = os.open(self._path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = ExtentFile(self._path / DATA_FILE, self.extent_bytes)
+        self._partners = ThreadPoolExecutor(_PARTNERS, "kvstore-reader-2nd")
         self._page_bytes: int = self._env.stat()["psize"]
 
     @classmethod
@@ -87,18 +91,20 @@ class BlobFile:
         """The file as it is, for reading only: nothing of it is changed, locked or mended."""
         file = cls.__new__(cls)
         file._path, file._readonly, file._gate, file._env = path, True, Gate(), open_readonly(path)
-        file._fd = os.open(path / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
         file._page_bytes = file._env.stat()["psize"]
         with file._env.begin() as txn, txn.cursor() as cursor:
             file.extent_bytes = len(cursor.value()) if cursor.first() else DEFAULT_EXTENT_BYTES
+        file._file = ExtentFile(path / DATA_FILE, file.extent_bytes)
+        file._partners = ThreadPoolExecutor(_PARTNERS, "kvstore-reader-2nd")
         file._extents = file._env.stat()["entries"]
         file.capacity = file._extents * file.extent_bytes
         return file
 
     def close(self) -> None:
         """Close the environment."""
+        self._partners.shutdown()
         self._env.close()
-        os.close(self._fd)
+        self._file.close()
 
     def probe(self, nbytes: int) -> None:
         """Write and delete about `nbytes`, durably, to see whether the disk takes them. Raises lmdb.Error or OSError.
@@ -163,7 +169,7 @@ class BlobFile:
     ) -> None:
         """Copy a blob's stored form into `target` and verify all of it: its digest table first, then its slices, in order.
 
-        `arrived` is told, about once a MiB until the end, how many slices are there and verified. With `uncached`, the disk is asked
+        `arrived` is told, about every two MiB until the end, how many slices are there and verified. With `uncached`, the disk is asked
         and not the page cache, as far as the system allows. Raises NotFound if an extent is missing, Corrupt if the bytes are not the
         blob's, Unreadable if the disk gives an error.
         """
@@ -178,24 +184,48 @@ class BlobFile:
             raise Unreadable(f"blob {blob.hex()} can't be read: {error}") from error
 
     def _fill(self, number: int, blob: bytes, layout: SliceLayout, out: memoryview, arrived: Arrived | None, *, uncached: bool) -> None:
-        """The extents are read with preadv: an I/O error is an error then, not the end of the process."""
+        """Not through LMDB's map: an I/O error is an error then, not the end of the process."""
         for _ in range(_MOST_TRIES):
             with self._env.begin() as txn:  # until it ends, what is in the file stays as it is
                 try:
-                    places = find_values(self._fd, txn.id(), _KEY.pack(number, blob, 0)[:-2], self._page_bytes)
+                    places = find_values(self._file.fd, txn.id(), _KEY.pack(number, blob, 0)[:-2], self._page_bytes)
                 except Overtaken:  # there were two commits since it began
                     continue
                 self._check_places(number, blob, len(out), places)
-                for piece in pieces_to_read(layout, len(out)):
-                    for stretch in self._stretches(piece.start, piece.end, places):
-                        self._read_stretch(stretch, out, uncached=uncached)
-                    if piece.end > layout.payload_bytes:
-                        verify_table(blob, layout, out)
-                    verify_slices(blob, layout, out, piece.first, piece.last)
-                    if arrived is not None and 0 < piece.last < layout.count:
-                        arrived(piece.last)
+                self._fill_from(places, blob, layout, out, arrived, uncached=uncached)
                 return
         raise Unreadable(f"blob {blob.hex()}: {_MOST_TRIES} times the file was written to twice while it was looked for")
+
+    def _fill_from(
+        self, places: list[Place], blob: bytes, layout: SliceLayout, out: memoryview, arrived: Arrived | None, *, uncached: bool
+    ) -> None:  # fmt: skip
+        pieces = list(pieces_to_read(layout, len(out)))
+        table_tried, table_good = threading.Event(), False
+
+        def read_table() -> None:
+            nonlocal table_good
+            try:
+                self._file.read(places, pieces[0].start, pieces[0].end, out, uncached=uncached)
+                verify_table(blob, layout, out)
+                table_good = True
+            finally:
+                table_tried.set()
+
+        def read(number: int) -> None:
+            piece = pieces[number]
+            if number:
+                self._file.read(places, piece.start, piece.end, out, uncached=uncached)
+                table_tried.wait()  # it was begun before, so somebody reads it
+            else:
+                read_table()
+            if table_good:  # else there is an error already
+                verify_slices(blob, layout, out, piece.first, piece.last)
+
+        def upto(count: int) -> None:
+            if arrived is not None and 0 < (slices := pieces[count - 1].last) < layout.count:
+                arrived(slices)
+
+        Together(len(pieces), read, upto).run(self._partners)
 
     def _check_places(self, number: int, blob: bytes, nbytes: int, places: list[Place]) -> None:
         """Raise NotFound unless all extents of a blob were found, Corrupt if one is too short."""
@@ -204,46 +234,6 @@ class BlobFile:
                 raise NotFound(f"blob {blob.hex()} is not on SSD")
             if places[extent].nbytes < min(self.extent_bytes, nbytes - offset):
                 raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
-
-    def _stretches(self, start: int, end: int, places: list[Place]) -> Iterator[tuple[int, int, int]]:
-        """Where bytes [start, end) of a stored form lie, one after the other, as (place in the file, start, end)."""
-        begun: tuple[int, int] | None = None
-        for extent in range(start // self.extent_bytes, -(-end // self.extent_bytes)):
-            offset = max(start, extent * self.extent_bytes)
-            at = places[extent].at + offset - extent * self.extent_bytes
-            if begun is not None:
-                first, since = begun
-                headers = (extent - since // self.extent_bytes) * _PAGE_HEADER
-                if at == first + offset - since + headers and headers < _MOST_AT_ONCE * _PAGE_HEADER:
-                    continue
-                yield first, since, offset
-            begun = at, offset
-        if begun is not None:
-            yield *begun, end
-
-    def _read_stretch(self, stretch: tuple[int, int, int], out: memoryview, *, uncached: bool) -> None:
-        """One preadv for all of it; the headers that LMDB has between extents go nowhere."""
-        at, start, end = stretch
-        header = memoryview(bytearray(_PAGE_HEADER))
-        buffers: list[memoryview] = []
-        while start < end:
-            stop = min(end, (start // self.extent_bytes + 1) * self.extent_bytes)
-            buffers += [out[start:stop], header]
-            start = stop
-        buffers.pop()
-        left = sum(map(len, buffers))
-        if uncached:
-            os.posix_fadvise(self._fd, at, left, os.POSIX_FADV_DONTNEED)
-        while True:
-            got = os.preadv(self._fd, buffers, at)
-            if not got:
-                raise Corrupt(f"the file of blobs ends at {at}, in a blob")
-            at, left = at + got, left - got
-            if not left:
-                return
-            while got >= len(buffers[0]):
-                got -= len(buffers.pop(0))
-            buffers[0] = buffers[0][got:]
 
     def stored_blobs(self, number: int, after: bytes = b"", limit: int = 1 << 62) -> list[tuple[bytes, int]]:
         """The next (blob id, extents) of a namespace as the file has them, in order of id, behind the id `after`."""
@@ -299,8 +289,8 @@ class Piece:
 
 
 def pieces_to_read(layout: SliceLayout, nbytes: int) -> Iterator[Piece]:
-    """How a stored form of `nbytes` is read: a small one at once; else its digest table, then its slices, a MiB or so at a time."""
-    if nbytes <= 2 * _PIECE_BYTES:
+    """How a stored form of `nbytes` is read: a small one at once; else its digest table, then its slices, two MiB or so at a time."""
+    if nbytes <= _PIECE_BYTES:
         yield Piece(0, nbytes, 0, layout.count)
         return
     yield Piece(layout.payload_bytes, nbytes, 0, 0)

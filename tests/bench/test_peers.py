@@ -59,7 +59,10 @@ def test_every_goal_is_of_a_ratio_that_a_run_can_have() -> None:
         rows |= {f"{what}_{cell}_{store}": [1.0] for what in ("get", "put") for store in ("ours", "redis")}
         rows[f"iperf3_{cell}"] = [1.0]
     rows |= {f"get_{shape}_{store}_p50": [1.0] for shape in ("4KiB", "64x4KiB") for store in ("ours", "redis")}
-    names = ("numpy_copy", "fetch", "put", "put_any_memory", "mooncake_get", "mooncake_put", "lease_and_view", "ssd_cold", "fio")
+    names = (
+        "numpy_copy", "fetch", "put", "put_any_memory", "mooncake_get", "mooncake_put", "lease_and_view", "fio",
+        "ssd_cold_after_start", "ssd_cold_running",
+    )  # fmt: skip
     rows |= {f"{name}_16MiB": [1.0] for name in names}
     report = report_of(**rows)
     ratios.all_of(report)
