@@ -121,14 +121,19 @@ class PageShape:
     @cached_property
     def spans(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """All pieces, those merged that lie next to each other: offset, size, and the sizes of the pieces."""
+        return self.spans_of(0, self.count)
+
+    def spans_of(self, low: int, high: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """As `spans`, of the pieces [low, high)."""
         found: list[tuple[int, int, tuple[int, ...]]] = []
-        first, at = 0, 0
-        for index, (offset, size) in enumerate(self.pieces):
+        first, at = low, 0
+        for index in range(low, high):
+            offset, size = self.pieces[index]
             if offset != at and index > first:
                 found.append(self._merged(first, index))
                 first = index
             at = offset + size
-        return [*found, self._merged(first, self.count)]
+        return [*found, self._merged(first, high)]
 
     def _merged(self, first: int, last: int) -> tuple[int, int, tuple[int, ...]]:
         sizes = tuple(size for _, size in self.pieces[first:last])

@@ -5,10 +5,10 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.api.wire import (
     PROTOCOL_VERSION,
@@ -45,6 +45,9 @@ _SOON_BYTES = 256 << 10
 Pending = Call[asyncio.Future[Frame]]
 Request = tuple[FrameType, Message, bytes | memoryview]
 """Of a frame: its type, meta and payload."""
+
+Sender = Callable[[list[bytes | memoryview]], Coroutine[Any, Any, None]]
+"""Sends a request's frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,12 @@ class Connection(Answers[asyncio.Future[Frame]]):
         self._raise_if_lost()
         await self._send(encode(frame_type, next(self._numbers), pack(message)))
 
+    async def call_behind(self, send: Sender, frame_type: FrameType, message: Message, reply: type[M]) -> M:
+        """As `call`, but the request is sent by `send`, behind something else that goes out with it."""
+        call: Pending = Call(asyncio.get_running_loop().create_future())
+        _, meta, _ = await self._request(frame_type, message, b"", call, send)
+        return unpack(reply, meta)
+
     async def call_with(self, frame_type: FrameType, message: Message, reply: type[M], descriptor: int) -> M:
         """As `call`, on a connection for descriptors, and with one of them."""
         assert isinstance(self._channel, DescriptorChannel)
@@ -244,17 +253,18 @@ class Connection(Answers[asyncio.Future[Frame]]):
                     call.done.exception()  # it is told above, or does not matter any more
 
     async def send_slices(
-        self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview], number: int | None = None
-    ) -> None:
+        self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview], number: int | None = None,
+        behind: Sequence[bytes | memoryview] = (),
+    ) -> None:  # fmt: skip
         """Send consecutive slices of one part of a put; digests are computed on the way. There is no reply: commit tells.
 
-        What the daemon can't take is said at once, too: to the request of that `number`, if one is given.
+        What the daemon can't take is said at once, too: to the request of that `number`, if one is given. Frames may come `behind` them.
         """
         self._raise_if_lost()
-        meta = SLICES_META.pack(handle, page, part, first_slice)
+        meta, none = SLICES_META.pack(handle, page, part, first_slice), [None] * len(slices)
         async with self._write_lock:
             try:
-                await self._channel.send_pieces(FrameType.SLICES, number or next(self._numbers), meta, slices, [None] * len(slices))
+                await self._channel.send_pieces(FrameType.SLICES, number or next(self._numbers), meta, slices, none, then=lambda _: behind)
             except BaseException as error:
                 self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
                 raise
@@ -285,14 +295,14 @@ class Connection(Answers[asyncio.Future[Frame]]):
             self._reader.cancel()
 
     async def _request(
-        self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Pending
+        self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Pending, send: Sender | None = None
     ) -> tuple[Header, bytes, bytes]:
         self._raise_if_lost()
         number = next(self._numbers)
         buffers = encode(frame_type, number, pack(message), payload)
         self._calls[number] = call
         try:
-            await self._send(buffers)
+            await (send or self._send)(buffers)
             if call.target is None or len(call.target) <= _SOON_BYTES:
                 await self._spin_until(call.done)
             return await call.done

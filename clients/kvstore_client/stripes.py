@@ -32,7 +32,7 @@ class Stretch(NamedTuple):
         if self.high - self.low == shape.count:
             return self.block.spans(self.first, self.last)
         target = self.block.targets[self.first]
-        return [(target + offset, size, (size,)) for offset, size in shape.pieces[self.low : self.high]]
+        return [(target + offset, size, sizes) for offset, size, sizes in shape.spans_of(self.low, self.high)]
 
 
 class Stripe:

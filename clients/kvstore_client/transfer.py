@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from kvstore.api.wire import MAX_BULK_PAYLOAD, BadRequest, ConnectionLost, FrameType, NotFound
@@ -100,6 +101,7 @@ async def put_at_once(
 ) -> Committed:  # fmt: skip
     """Put without asking what is wanted: one journey to the daemon and back, on one connection. What it says on the way is listened to."""
     total, sent, breath = sum(frame.nbytes for frame in frames), 0, 0
+    committed: Committed | None = None
     async with connection.unanswered(FrameType.PUT, start, payload) as put:
         wanted: Wanted | None = None
         for frame in frames:
@@ -107,14 +109,19 @@ async def put_at_once(
                 wanted = Wanted(ready.wanted)
             if wanted is None or wanted.has(frame):
                 slices = [data[at : at + size] for at, size in frame.slices]
-                await connection.send_slices(start.handle, frame.page, frame.part, frame.first_slice, slices, put.number)
+                send = partial(connection.send_slices, start.handle, frame.page, frame.part, frame.first_slice, slices, put.number)
+                if frame is frames[-1]:
+                    committed = await connection.call_behind(send, FrameType.COMMIT, commit, Committed)
+                else:
+                    await send()
             sent += frame.nbytes
-            if sent - breath >= _BREATH_BYTES:  # others on this loop, and the task that hears what the daemon says
+            if sent - breath >= _BREATH_BYTES and sent < total:  # others on this loop, and the task that hears what the daemon says
                 breath = sent
                 await asyncio.sleep(0)
             if progress is not None:
                 progress(sent, total)
-        committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
+        if committed is None:
+            committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
     return committed
 
 

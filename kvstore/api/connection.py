@@ -26,7 +26,7 @@ from kvstore.api.requests import Slow
 from kvstore.api.same_host import SameHost, SameHostPeer
 from kvstore.api.sessions import Session, Sessions
 from kvstore.api.small_fetch import fetch_small
-from kvstore.api.streaming import Asked, read_fetch, receive_slices, stream_fetch
+from kvstore.api.streaming import Asked, Then, read_fetch, receive_slices, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack, unpack_request
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.eager import begin
@@ -391,15 +391,17 @@ class Connection:
         async with self._write_lock:
             await self._sent_whole(self.channel.send(buffers))
 
-    async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
-        """Send one DATA frame. Returns the digests computed on the way."""
+    async def send_pieces(
+        self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None], then: Then | None = None
+    ) -> list[bytes]:
+        """Send one DATA frame, and what `then`, told the digests computed on the way, has to go behind it. Returns the digests."""
         async with self._write_lock:
             if self._running[request].cancelled:
                 raise Cancelled("the request was cancelled")
             frame = FrameType.DATA, request, meta, pieces, promised
             if self._traffic is None or self._running[request].urgent:
-                return await self._sent_whole(self.channel.send_pieces(*frame))
-            return await self._sent_whole(self.channel.send_pieces(*frame, self._traffic.turn, self._traffic.step))
+                return await self._sent_whole(self.channel.send_pieces(*frame, then=then))
+            return await self._sent_whole(self.channel.send_pieces(*frame, self._traffic.turn, self._traffic.step, then))
 
     async def send_at_once(self, gather: Callable[[], list[bytes | memoryview] | None]) -> bool:
         """Send what `gather` returns, which is called when it can be sent; False if that is nothing."""

@@ -143,7 +143,7 @@ async def _put(context: Context, message: PutStart, payload: bytes) -> Reply | N
 async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
     put = context.store.get_put(context.session.owner, message.handle)
     put.say(payload)
-    if message.wait_ms > 0:
+    if message.wait_ms > 0 and not put.settled.is_set():
         try:
             async with asyncio.timeout(min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000):
                 await put.settled.wait()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -21,6 +21,8 @@ from kvstore.api.wire import (
     SliceLayout,
     check_run,
     cut_lazily,
+    encode,
+    pack,
     unpack_alike,
     unpack_provisional,
     unpack_request,
@@ -44,6 +46,9 @@ _PROVISIONAL = -1
 """In place of a blob row: the bytes belong to a put under way."""
 
 
+Then = Callable[[list[bytes]], Sequence[bytes | memoryview]]
+
+
 class Peer(Protocol):
     """The connection that bulk comes in by and goes out by."""
 
@@ -57,8 +62,10 @@ class Peer(Protocol):
     def interruptible(self, request: int) -> AbstractContextManager[None]:
         """While a fetch waits for something that is not its own frame, it can be stopped at once."""
 
-    async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
-        """Send one DATA frame. Returns the digests computed on the way."""
+    async def send_pieces(
+        self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None], then: Then | None = None
+    ) -> list[bytes]:
+        """Send one DATA frame, and what `then`, told the digests computed on the way, has to go behind it. Returns the digests."""
 
 
 async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVStoreError | None:
@@ -145,7 +152,6 @@ async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
             await _send_arriving(connection, sender, names, runs)
         else:
             await _send_stored(connection, sender, space, names, runs)
-        await sender.flush()
         held_up = asked.provisional or sender.held_up
     finally:
         link.end(sender.payload_bytes, spoiled=held_up)
@@ -153,7 +159,8 @@ async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
         store.quotas.end(tenant, asked.nbytes)
     store.stats.fetches += 1
     store.stats.fetch_bytes += sender.payload_bytes
-    await connection.reply(request, FrameType.FETCHED, Fetched(pieces=sender.pieces_sent, payload_bytes=sender.payload_bytes))
+    if not sender.answered:
+        await connection.reply(request, FrameType.FETCHED, sender.fetched())
 
 
 async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names: list[bytes], runs: list[Alike]) -> None:
@@ -180,7 +187,7 @@ async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names:
                     await sender.send_held(run, await ahead.next(sender.request))
                 elif not sender.add_whole(run, row, stored, layouts[blob]):
                     await sender.send_run(run, row, stored)
-        await sender.flush()
+        await sender.flush(last=True)
     finally:
         try:
             await ahead.close()
@@ -226,7 +233,7 @@ async def _send_as_it_arrives(
             if sender.full(piece):
                 await sender.flush()
             sender.add(piece, layout, stored)
-    await sender.flush()
+    await sender.flush(last=True)
 
 
 class _ReadAhead:
@@ -269,6 +276,8 @@ class _ReadAhead:
 
     async def close(self) -> None:
         """Let go of what was started and not used, even if this is cancelled while it waits for it."""
+        if not self._started:
+            return
         started, self._started = self._started, deque()
         for item in started:
             if isinstance(item, Held):
@@ -292,6 +301,8 @@ class _Sender:
         self._frame_bytes = min(frame_bytes or MAX_BULK_PAYLOAD, MAX_BULK_PAYLOAD)
         self.pieces_sent = 0
         self.payload_bytes = 0
+        self.answered = False
+        """Whether FETCHED went out with the last frame."""
         self.held_up = False
         """Whether something had to be read from SSD before it could be sent."""
         self._connection = connection
@@ -394,21 +405,33 @@ class _Sender:
         self._owners.append(row)
         self._bytes += piece.size
 
-    async def flush(self, *, keep_last: bool = False) -> None:
-        """Send what is gathered, and let go of the blobs that were taken over, except the last if it is still being sent."""
+    async def flush(self, *, keep_last: bool = False, last: bool = False) -> None:
+        """Send what is gathered, and let go of the blobs that were taken over, except the last if it is still being sent.
+
+        Nothing comes behind what is the `last` but FETCHED, which goes with it.
+        """
         if self._pieces:
             meta = DATA_META.pack(self.pieces_sent)
-            digests = await self._connection.send_pieces(self.request, meta, self._pieces, self._promised)
+            self.pieces_sent += len(self._pieces)
+            self.payload_bytes += self._bytes
+            digests = await self._connection.send_pieces(self.request, meta, self._pieces, self._promised, self._answer if last else None)
             if digests != self._promised:
                 for digest, promise, row, piece in zip(digests, self._promised, self._owners, self._pieces, strict=True):
                     if promise is not None and digest != promise:
                         self._corrupt(row, piece)
-            self.pieces_sent += len(self._pieces)
-            self.payload_bytes += self._bytes
             self._pieces, self._promised, self._owners, self._bytes = [], [], [], 0
         kept = [self._held.pop()] if keep_last and self._held else []
         self.release()
         self._held = kept
+
+    def fetched(self) -> Fetched:
+        """What the client is told at the end."""
+        return Fetched(pieces=self.pieces_sent, payload_bytes=self.payload_bytes)
+
+    def _answer(self, digests: list[bytes]) -> Sequence[bytes | memoryview]:
+        """What goes behind the last frame: nothing if it does not verify."""
+        self.answered = all(promise is None or promise == digest for promise, digest in zip(self._promised, digests, strict=True))
+        return encode(FrameType.FETCHED, self.request, pack(self.fetched())) if self.answered else ()
 
     def release(self) -> None:
         """Let go of all blobs."""

@@ -91,6 +91,8 @@ class Reading:
 
     def find_many(self, space: Space, blob_ids: Sequence[bytes]) -> list[int]:
         """As `find`, of several blobs; ids of 16 bytes."""
+        if len(blob_ids) == 1:
+            return [self.find(space, blob_ids[0])]
         rows = space.blobs.find_many(blob_ids)
         if -1 in rows:
             self.find(space, blob_ids[rows.index(-1)])
@@ -113,6 +115,8 @@ class Reading:
 
     def residents(self, space: Space, rows: Sequence[int]) -> list[memoryview | None]:
         """As `resident`, of several blobs."""
+        if len(rows) == 1:
+            return [self.resident(space, rows[0])]
         view, spoiled = self._arena.view, space.spoiled
         places = zip(rows, space.blobs.slot[rows].tolist(), space.blobs.stored_of(rows).tolist(), strict=True)
         return [None if slot == NO_SLOT or row in spoiled else view(slot)[:stored] for row, slot, stored in places]

@@ -77,6 +77,8 @@ class BlobTable:
 
     def layouts_of(self, rows: Sequence[int]) -> list[SliceLayout]:
         """As `layout_of`, of several rows."""
+        if len(rows) == 1:
+            return [self.layout_of(rows[0])]
         layouts = self._layouts
         return [layouts[number] for number in self._layout[rows].tolist()]
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from kvstore.api.wire import Channel, FrameType, Header
+from kvstore.api.wire import Channel, FrameType, Header, encode
 from kvstore.api.wire.channel import SEND
 from kvstore.digests import DIGEST_BYTES, slice_digest
 from kvstore.errors import ConnectionLost
@@ -40,7 +40,9 @@ async def header_of(channel: Channel) -> Header:
     return found[0]
 
 
-@pytest.mark.parametrize("sizes", [(100,), (SEND,), (SEND + 1,), (MIB, MIB, MIB, 5), (MIB + 9, 70_000, 2 * MIB), (4000,) * 300])
+@pytest.mark.parametrize(
+    "sizes", [(100,), (SEND,), (SEND + 1,), (MIB, MIB, MIB, 5), (MIB + 9, 70_000, 2 * MIB), (4000,) * 300, (4000,) * 1024]
+)
 async def test_bytes_and_digests(ends: tuple[Channel, Channel], sizes: tuple[int, ...]) -> None:
     sent = pieces(*sizes)
     sending = asyncio.create_task(ends[0].send_pieces(FrameType.DATA, 7, b"m" * 8, sent, [None] * len(sent)))
@@ -50,6 +52,30 @@ async def test_bytes_and_digests(ends: tuple[Channel, Channel], sizes: tuple[int
     assert target == b"".join(sent)
     assert digests == await sending == [slice_digest(piece) for piece in sent]
     assert claimed == b"".join(digests)
+
+
+@pytest.mark.parametrize("step", [100_000, SEND])
+async def test_what_comes_behind_the_frame_is_made_when_its_digests_are_there(ends: tuple[Channel, Channel], step: int) -> None:
+    sizes, turns = (MIB, 50_000, MIB, 300_000), 0
+    sent, told = pieces(*sizes), []
+
+    def turn(channel: Channel) -> None:
+        nonlocal turns
+        turns += 1
+
+    def then(digests: list[bytes]) -> list[bytes]:
+        told.append(list(digests))
+        return [bytes(part) for part in encode(FrameType.FETCHED, 8, b"done")]
+
+    sending = asyncio.create_task(ends[0].send_pieces(FrameType.DATA, 7, b"m" * 8, sent, [None] * 4, turn, step, then))
+    header = await header_of(ends[1])
+    target = bytearray(sum(sizes))
+    digests, claimed = await ends[1].read_pieces(header, [(memoryview(target), sizes)])
+    assert target == b"".join(sent)
+    assert claimed == b"".join(digests) == b"".join(await sending)
+    assert told == [digests]
+    assert (await header_of(ends[1])).type is FrameType.FETCHED
+    assert turns >= sum(sizes) // step
 
 
 async def test_places_apart(ends: tuple[Channel, Channel]) -> None:

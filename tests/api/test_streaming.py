@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvstore.api.sessions import Session
-from kvstore.api.streaming import read_fetch, stream_fetch
+from kvstore.api.streaming import Then, read_fetch, stream_fetch
 from kvstore.api.wire import Channel, FrameType, Run, SliceLayout, pack, pack_runs, slice_digest
+from kvstore.api.wire.frames import HEADER_BYTES, decode_header
 from kvstore.api.wire.messages import FetchRequest, Message
 from kvstore.errors import Corrupt
 from kvstore.store import Ack, Space, Store
@@ -29,6 +30,8 @@ class CollectingPeer:
         self.session = Session(b"", 1, "default", "test")
         self.channel = cast(Channel, None)
         self.sent = b""
+        self.behind: list[bytes] = []
+        """What went out behind the last frame."""
         self._space = space
         self._frames = 0
 
@@ -38,11 +41,16 @@ class CollectingPeer:
     def interruptible(self, request: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    async def send_pieces(self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None]) -> list[bytes]:
+    async def send_pieces(
+        self, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None], then: Then | None = None
+    ) -> list[bytes]:
         self._frames += 1
         self.sent += b"".join(pieces)
+        digests = [slice_digest(p) for p in pieces]
+        if then is not None:
+            self.behind.append(bytes(b"".join(then(digests))))
         await self.after_frame()
-        return [slice_digest(p) for p in pieces]
+        return digests
 
     async def after_frame(self) -> None:
         """What happens between two frames."""
@@ -74,12 +82,16 @@ async def test_a_bad_copy_in_dram_costs_one_fetch_and_is_replaced_from_ssd(tmp_p
         other = store.hold_resident(space, row)
         assert other is not None
         other.view[5] ^= 1
+        peer = CollectingPeer(store, space)
         with pytest.raises(Corrupt):
-            await CollectingPeer(store, space).fetch(*fetch)
+            await peer.fetch(*fetch)
+        assert peer.behind == [b""]
         for _ in range(2):  # with the bad copy still in use, and after
             peer = CollectingPeer(store, space)
             await peer.fetch(*fetch)
             assert peer.sent == expected
+            assert len(peer.behind) == 1
+            assert decode_header(peer.behind[0][:HEADER_BYTES]).type is FrameType.FETCHED
             if other is not None:
                 other.release()
                 other = None

@@ -75,10 +75,11 @@ def test_what_is_there_is_not_sent_again(data_dir: Path, monkeypatch: pytest.Mon
     send = Connection.send_slices
 
     async def spy(
-        self: Connection, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview], number: int | None = None
-    ) -> None:
+        self: Connection, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview], number: int | None = None,
+        behind: Sequence[bytes | memoryview] = (),
+    ) -> None:  # fmt: skip
         sent.append(page)
-        await send(self, handle, page, part, first_slice, slices, number)
+        await send(self, handle, page, part, first_slice, slices, number, behind)
 
     monkeypatch.setattr(Connection, "send_slices", spy)
     spec = KVSpec(page_tokens=1, components=(Component("full", layers=32, kv_heads=1, head_dim=1 << 13),))  # pages of 1 MiB

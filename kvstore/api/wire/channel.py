@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from xxhash import xxh3_128_digest
+
 from kvstore.api.wire.congestion import unpace
 from kvstore.api.wire.eager import Begun, begin
 from kvstore.api.wire.filling import Filling
@@ -29,6 +31,8 @@ _GATHER = 64
 _BULK = 16 << 10
 SEND = 1 << 20
 """Bulk is sent, and then hashed, by so much: in the cache still, and few system calls."""
+_APART = 256 << 10
+"""The end of a bulk frame that goes out before its digests are computed; a smaller one goes with them, by one system call."""
 _SPINS = 40
 _LOW_WATER = 512 << 10
 """So much of a bulk payload, or what is left of it, is waited for at a time."""
@@ -54,6 +58,10 @@ class Ends(Protocol):
 
 Handler = Callable[[Header, bytes, bytes], Coroutine[Any, Any, None]]
 """Deals with a frame of which header, meta and (unless it is bulk) payload were read and verified."""
+
+
+Turn = Callable[["Channel"], Awaitable[None] | None]
+"""Says what bulk has to wait for before it goes on, if for anything."""
 
 
 class Channel:
@@ -357,24 +365,32 @@ class Channel:
 
     def _begin(self, buffers: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
         """Send what the socket takes of some buffers at once. Returns what is left of them."""
-        try:
-            sent = self.sock.sendmsg(buffers[:_GATHER], (), self._flags)
-        except BlockingIOError:
-            return buffers
-        except OSError as error:
-            raise ConnectionLost(f"the connection broke: {error}") from error
-        for index, buffer in enumerate(buffers):
-            if sent < len(buffer):
-                return [memoryview(buffer)[sent:], *buffers[index + 1 :]] if sent else buffers[index:]
-            sent -= len(buffer)
-        return []
+        while buffers:
+            try:
+                sent = self.sock.sendmsg(buffers[:_GATHER], (), self._flags)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error}") from error
+            for index, buffer in enumerate(buffers[:_GATHER]):
+                if sent < len(buffer):
+                    return [memoryview(buffer)[sent:], *buffers[index + 1 :]] if sent else buffers[index:]
+                sent -= len(buffer)
+            buffers = buffers[_GATHER:]
+        return buffers
 
     async def _send_some(self, views: list[memoryview]) -> None:
+        await self._send_rest(self._begin(views))
+
+    async def _send_rest(self, views: Sequence[bytes | memoryview]) -> None:
+        """Send what the socket did not take a moment ago: what it stopped at, then the others."""
+        if not views:
+            return
         try:
-            for view in self._begin(views):
-                await self._send_all(view)
+            await self._send_all(views[0])
         except OSError as error:
             raise ConnectionLost(f"the connection broke: {error}") from error
+        await self.send(views[1:])
 
     async def _send_all(self, view: memoryview | bytes) -> None:
         """Send what the socket did not take at once."""
@@ -389,42 +405,57 @@ class Channel:
 
     async def send_pieces(
         self, frame_type: FrameType, request: int, meta: bytes, pieces: Sequence[memoryview], promised: Sequence[bytes | None],
-        turn: Callable[["Channel"], Awaitable[None] | None] | None = None, step: int = SEND,
+        turn: Turn | None = None, step: int = SEND, then: Callable[[list[bytes]], Sequence[bytes | memoryview]] | None = None,
     ) -> list[bytes]:  # fmt: skip
         """A bulk frame: pieces, hashed as they go out, then one digest each. Returns the digests computed.
 
         `promised` holds the digest to send for a piece where one is on record; otherwise the computed one is sent. `turn` is asked
-        before every `step` bytes what to wait for, if for anything. What the kernel has copied is hashed then: out of the cache, and while
-        the peer is already at it.
+        before every `step` bytes what to wait for, if for anything. `then` is told the digests, and returns what goes out with them, behind
+        the frame. What the kernel has copied is hashed then: out of the cache, and while the peer is already at it.
         """
-        left = sum(len(p) for p in pieces)
+        left = sum(map(len, pieces))
         pending: list[bytes | memoryview] = [encode_bulk(frame_type, request, meta, left, len(pieces))]
-        hashers = [PieceHasher(piece, [len(piece)]) for piece in pieces]
-        behind: list[tuple[PieceHasher, int]] = []
+        digests: list[bytes] = []
+        behind: list[memoryview] = []
         waiting = 0
-        for piece, hasher in zip(pieces, hashers, strict=True):
-            for start in range(0, len(piece), step):
-                end = min(start + step, len(piece))
-                pending.append(piece[start:end])
-                behind.append((hasher, end))
-                waiting += end - start
-                left -= end - start
-                if waiting >= step and left:  # the last of it goes with the digests
-                    if turn is not None and (waiting_for := turn(self)) is not None:
-                        await waiting_for
-                    rest = self._begin(pending)
-                    for one, filled in behind:
-                        one.advance(filled)
-                    if rest:
-                        await self.send(rest)
-                    pending, behind, waiting = [], [], 0
-        for one, filled in behind:
-            one.advance(filled)
-        digests = [digest for hasher in hashers for digest in hasher.digests]
-        trailer = b"".join(kept or computed for kept, computed in zip(promised, digests, strict=True))
+        for piece in pieces:
+            size = len(piece)
+            left -= size
+            if size > step:
+                digests += map(xxh3_128_digest, behind)
+                digests.append(await self._send_in_steps(pending, piece, turn, step))
+                pending, behind, waiting = [], [], 0
+                continue
+            pending.append(piece)
+            behind.append(piece)
+            waiting += size
+            if waiting >= step or (not left and waiting >= _APART):
+                if turn is not None and (waiting_for := turn(self)) is not None:
+                    await waiting_for
+                rest = self._begin(pending)
+                digests += map(xxh3_128_digest, behind)
+                if rest:
+                    await self._send_rest(rest)
+                pending, behind, waiting = [], [], 0
+        digests += map(xxh3_128_digest, behind)
+        trailer = b"".join([kept or computed for kept, computed in zip(promised, digests, strict=True)])
         assert len(trailer) == len(pieces) * DIGEST_BYTES
         pending.append(trailer)
-        if waiting >= step and turn is not None and (waiting_for := turn(self)) is not None:
-            await waiting_for
+        if then is not None:
+            pending += then(digests)
         await self.send(pending)
         return digests
+
+    async def _send_in_steps(self, before: list[bytes | memoryview], piece: memoryview, turn: Turn | None, step: int) -> bytes:
+        """Send what is to go before a piece, and the piece by so many bytes. Returns its digest."""
+        hasher = PieceHasher(piece, [len(piece)])
+        for start in range(0, len(piece), step):
+            end = min(start + step, len(piece))
+            if turn is not None and (waiting_for := turn(self)) is not None:
+                await waiting_for
+            rest = self._begin([*before, piece[start:end]])
+            before = []
+            hasher.advance(end)
+            if rest:
+                await self._send_rest(rest)
+        return hasher.digests[0]

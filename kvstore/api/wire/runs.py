@@ -98,6 +98,9 @@ def unpack_alike(data: bytes | memoryview) -> list[Alike]:
     """Runs from bytes, in order. Raises BadRequest for a torn or overlong list."""
     if len(data) % RUN_BYTES or len(data) > MAX_RUNS * RUN_BYTES:
         raise BadRequest(f"{len(data)} bytes of runs: they are {RUN_BYTES} bytes each, and at most {MAX_RUNS}")
+    if len(data) == RUN_BYTES:
+        blob, segments, offset, length, stride = _RUN.unpack(data)
+        return _bounded([Alike(Run(blob, offset, length, stride, segments), [blob])])
     words = np.frombuffer(data, _BLOB).reshape(-1, RUN_BYTES // _BLOB.itemsize)
     blobs, starts = words[:, 0].tolist(), [0]
     if len(blobs) > 1:
@@ -107,6 +110,10 @@ def unpack_alike(data: bytes | memoryview) -> list[Alike]:
         if first < last:
             blob, segments, offset, length, stride = _RUN.unpack_from(data, first * RUN_BYTES)
             found.append(Alike(Run(blob, offset, length, stride, segments), blobs[first:last]))
+    return _bounded(found)
+
+
+def _bounded(found: list[Alike]) -> list[Alike]:
     if sum(alike.segments for alike in found) > MAX_SEGMENTS:
         raise BadRequest(f"a fetch of more than {MAX_SEGMENTS} segments: split it")
     return found

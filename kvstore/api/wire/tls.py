@@ -118,6 +118,9 @@ class TlsChannel(Channel):
     def _begin(self, buffers: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
         return buffers
 
+    async def _send_rest(self, views: Sequence[bytes | memoryview]) -> None:
+        await self.send(views)
+
     async def _send_some(self, views: list[memoryview]) -> None:
         small: list[memoryview] = []  # headers, metas and digests share a record
         for view in views:
