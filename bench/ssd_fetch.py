@@ -35,7 +35,8 @@ from bench.striped_fetch import GIB, MIB, PAGE_TOKENS, blob_spec
 from kvstore.digests import DIGEST_BYTES
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES, BlobFile
 from kvstore_client import AsyncClient
-from kvstore_client.namespace import Match, Namespace
+from kvstore_client.match import Match
+from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
 READERS = 4

@@ -63,6 +63,9 @@ class Copying:
 
     def start(self, copiers: ThreadPoolExecutor) -> "asyncio.Future[list[list[bytes]]]":
         """Begin. The future gives the digests of each job's slices, or what went wrong; until it is done, threads write."""
+        if not self._left:  # nothing of what came is wanted
+            self._finish()
+            return self._done
         nbytes = sum(len(piece.target) for piece in self._left)
         for _ in range(min(COPIERS, max(1, nbytes // _SHARE))):
             copiers.submit(self._work)

@@ -26,8 +26,9 @@ def read(target: memoryview, offset: int) -> None:
         [(100,)],
         [(256 * KIB,) * 8, (256 * KIB + 1, 7), (4 * KIB,) * 300],
         [(3 * MIB, 1, 300 * KIB, 5, 255 * KIB, KIB, 2 * MIB)],
+        [],
     ],
-    ids=["large", "tiny", "several jobs", "mixed"],
+    ids=["large", "tiny", "several jobs", "mixed", "none"],
 )
 async def test_slices_of_all_sizes_are_copied_and_hashed(sizes: list[tuple[int, ...]]) -> None:
     jobs: list[Job] = []
