@@ -10,7 +10,7 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -81,6 +81,29 @@ def writing(env: lmdb.Environment, path: Path) -> Iterator[lmdb.Transaction]:
     except STRUCTURAL:
         mark_damaged(path)
         raise
+
+
+def probe(
+    env: lmdb.Environment, path: Path, keys: Sequence[bytes], value: Callable[[], bytes], open_anew: Callable[[], lmdb.Environment]
+) -> None:
+    """Write and delete entries, durably, to see whether the disk takes them. Raises lmdb.Error or OSError.
+
+    An environment that gave up when a write failed is opened anew first.
+    """
+    try:
+        _put(env, keys, value)
+    except (lmdb.PanicError, lmdb.BadTxnError):
+        env = open_anew()
+        _put(env, keys, value)
+    with writing(env, path) as txn:
+        for key in keys:
+            txn.delete(key)
+
+
+def _put(env: lmdb.Environment, keys: Sequence[bytes], value: Callable[[], bytes]) -> None:
+    with env.begin(write=True) as txn:
+        for key in keys:
+            txn.put(key, value())
 
 
 def check_order(key: bytes, start: bytes) -> bytes:

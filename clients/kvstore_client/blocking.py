@@ -129,31 +129,21 @@ class Client:
         self._thread = _LoopThread()
         try:
             self._client = self._thread.run(
-                self._make(endpoint, local_addresses, connections, timeout, name, token, tls, shared_memory, reconnect)
-            )
+                self._opened(
+                    lambda: AsyncClient(
+                        endpoint, local_addresses=local_addresses, connections=connections, timeout=timeout, name=name, token=token,
+                        tls=tls, shared_memory=shared_memory, reconnect=reconnect,
+                    )
+                )
+            )  # fmt: skip
             self._direct = Direct(self._client)
         except BaseException:
             self._thread.stop()
             raise
 
     @staticmethod
-    async def _make(
-        endpoint: str | Sequence[str] | None, local_addresses: Sequence[str], connections: int, timeout: float,
-        name: str, token: str | None, tls: ssl.SSLContext | bool | None,
-        shared_memory: bool, reconnect: float,
-    ) -> AsyncClient:  # fmt: skip
-        client = AsyncClient(
-            endpoint,
-            local_addresses=local_addresses,
-            connections=connections,
-            timeout=timeout,
-            name=name,
-            token=token,
-            tls=tls,
-            shared_memory=shared_memory,
-            reconnect=reconnect,
-        )
-        return await client.__aenter__()
+    async def _opened(make: Callable[[], AsyncClient]) -> AsyncClient:
+        return await make().__aenter__()
 
     def __enter__(self) -> "Client":
         return self

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -17,17 +17,17 @@ from kvstore_client.transfer import Progress
 
 Run = Callable[..., Any]
 """Runs a coroutine on the client's loop to its end."""
+Inner = TypeVar("Inner", bound=streams.PutStream | streams.Follower)
 
 
-class PutStream:
-    """As the asynchronous PutStream. Use as a context manager."""
+class _Stream(Generic[Inner]):
+    """What is entered, and left, in the client's thread."""
 
-    def __init__(self, run: Run, inner: streams.PutStream) -> None:
+    def __init__(self, run: Run, inner: Inner) -> None:
         self._run = run
         self.inner = inner
-        self.put_id = inner.put_id
 
-    def __enter__(self) -> "PutStream":
+    def __enter__(self) -> Self:
         self._run(self.inner.__aenter__())
         return self
 
@@ -39,6 +39,14 @@ class PutStream:
         """The pages [first, last) of the put."""
         return self.inner.pages
 
+
+class PutStream(_Stream[streams.PutStream]):
+    """As the asynchronous PutStream. Use as a context manager."""
+
+    def __init__(self, run: Run, inner: streams.PutStream) -> None:
+        super().__init__(run, inner)
+        self.put_id = inner.put_id
+
     def send(self, layer_lo: int, layer_hi: int, data: Any, *, timeout: float | None = None) -> None:
         """Send the layers [lo, hi) of all pages."""
         self._run(self.inner.send(layer_lo, layer_hi, data, timeout=timeout))
@@ -49,24 +57,8 @@ class PutStream:
         return done
 
 
-class Follower:
+class Follower(_Stream[streams.Follower]):
     """As the asynchronous Follower. Use as a context manager."""
-
-    def __init__(self, run: Run, inner: streams.Follower) -> None:
-        self._run = run
-        self.inner = inner
-
-    def __enter__(self) -> "Follower":
-        self._run(self.inner.__aenter__())
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._run(self.inner.__aexit__(kind, error, trace))
-
-    @property
-    def pages(self) -> tuple[int, int]:
-        """The pages [first, last) that are being put."""
-        return self.inner.pages
 
     def fetch(
         self, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,

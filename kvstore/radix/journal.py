@@ -20,7 +20,7 @@ from xxhash import xxh3_128_digest
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
 from kvstore.kvspec import PartRange, canonical_json
-from kvstore.lmdb_files import Gate, check_order, mark_damaged, open_environment, open_readonly, writing
+from kvstore.lmdb_files import Gate, check_order, mark_damaged, open_environment, open_readonly, probe, writing
 
 _NAMESPACE, _PAGE, _PROBE = b"N", b"P", b"T"
 _RECORD_VERSION = 1
@@ -131,29 +131,19 @@ class Journal:
         self._env = open_readonly(path) if readonly else open_environment(path, map_bytes, max_spare_txns=2)
 
     def probe(self) -> None:
-        """Write and delete a record, durably, to see whether the disk takes it. Raises lmdb.Error or OSError.
+        """See whether the disk takes a record (see lmdb_files.probe). Raises lmdb.Error or OSError."""
+        probe(self._env, self._path, [_PROBE], bytes, self._open_anew)
 
-        An environment that gave up when a write failed is opened anew first.
-        """
-        for attempt in (1, 2):
-            try:
-                with self._env.begin(write=True) as txn:
-                    txn.put(_PROBE, b"")
-                break
-            except (lmdb.PanicError, lmdb.BadTxnError):
-                if attempt == 2:
-                    raise
-                with self._gate.alone():
-                    self._env.close()
-                    self._env = open_environment(self._path, self._map_bytes, max_spare_txns=2)
-        with writing(self._env, self._path) as txn:
-            txn.delete(_PROBE)
+    def _open_anew(self) -> lmdb.Environment:
+        with self._gate.alone():
+            self._env.close()
+            self._env = open_environment(self._path, self._map_bytes, max_spare_txns=2)
+        return self._env
 
     def salvage(self) -> None:
         """Its structure is damaged: close it, and open a fresh one with what can be read of it."""
         mark_damaged(self._path)
-        self._env.close()
-        self._env = open_environment(self._path, self._map_bytes, max_spare_txns=2)
+        self._open_anew()
 
     def close(self) -> None:
         """Close the environment."""

@@ -27,6 +27,7 @@ from kvstore.lmdb_files import (
     no_room,
     open_environment,
     open_readonly,
+    probe,
     writing,
 )
 from kvstore.lmdb_find import Damaged, Overtaken, Place, find_values
@@ -107,26 +108,16 @@ class BlobFile:
         self._file.close()
 
     def probe(self, nbytes: int) -> None:
-        """Write and delete about `nbytes`, durably, to see whether the disk takes them. Raises lmdb.Error or OSError.
-
-        An environment that gave up when a write failed is opened anew first.
-        """
+        """See whether the disk takes about `nbytes` (see lmdb_files.probe). Raises lmdb.Error or OSError."""
         extents = max(1, self._extent_count(nbytes))
         keys = [_KEY.pack(_PROBE_NUMBER, bytes(16), extent) for extent in range(min(extents, 1 << 16))]
-        try:
-            with self._env.begin(write=True) as txn:
-                for key in keys:
-                    txn.put(key, os.urandom(16).ljust(self.extent_bytes, b"p"))
-        except (lmdb.PanicError, lmdb.BadTxnError):
-            with self._gate.alone():
-                self.close()
-                self._open()
-            with self._env.begin(write=True) as txn:
-                for key in keys:
-                    txn.put(key, os.urandom(16).ljust(self.extent_bytes, b"p"))
-        with self._env.begin(write=True) as txn:
-            for key in keys:
-                txn.delete(key)
+        probe(self._env, self._path, keys, lambda: os.urandom(16).ljust(self.extent_bytes, b"p"), self._open_anew)
+
+    def _open_anew(self) -> lmdb.Environment:
+        with self._gate.alone():
+            self.close()
+            self._open()
+        return self._env
 
     def mark_damaged(self) -> None:
         """Have it salvaged when it is opened next."""

@@ -15,7 +15,7 @@ import lmdb
 from xxhash import xxh3_128_digest
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES
-from kvstore.lmdb_files import STRUCTURAL, Gate, check_order, mark_damaged, open_environment, open_readonly, writing
+from kvstore.lmdb_files import STRUCTURAL, Gate, check_order, mark_damaged, open_environment, open_readonly, probe, writing
 from kvstore.tiers import Usage
 from kvstore.tiers.recipe import MIN_RECORD, Recipe, decode_recipe, parent_of, verifies
 
@@ -99,20 +99,14 @@ class RecipeFile:
         self._env.close()
 
     def probe(self) -> None:
-        """See whether the disk takes a write. Raises lmdb.Error or OSError. An environment that gave up is opened anew first."""
-        for attempt in (1, 2):
-            try:
-                with self._env.begin(write=True) as txn:
-                    txn.put(_PROBE, b"")
-                break
-            except (lmdb.PanicError, lmdb.BadTxnError):
-                if attempt == 2:
-                    raise
-                with self._gate.alone():
-                    self._env.close()
-                    self._env = open_environment(self._path, self._map_bytes, max_spare_txns=4)
-        with writing(self._env, self._path) as txn:
-            txn.delete(_PROBE)
+        """See whether the disk takes a write (see lmdb_files.probe). Raises lmdb.Error or OSError."""
+        probe(self._env, self._path, [_PROBE], bytes, self._open_anew)
+
+    def _open_anew(self) -> lmdb.Environment:
+        with self._gate.alone():
+            self._env.close()
+            self._env = open_environment(self._path, self._map_bytes, max_spare_txns=4)
+        return self._env
 
     def usage(self) -> Usage:
         """Bytes of recipes, as they are counted."""
@@ -287,9 +281,7 @@ class RecipeFile:
     def salvage(self) -> None:
         """Its structure is damaged: close it, and open a fresh one with what can be read of it."""
         mark_damaged(self._path)
-        with self._gate.alone():
-            self._env.close()
-            self._env = open_environment(self._path, self._map_bytes, max_spare_txns=4)
+        self._open_anew()
         self.recount()
 
     def _all_recipes(self) -> Iterator[list[tuple[bytes, bytes]]]:
