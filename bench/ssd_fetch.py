@@ -7,8 +7,8 @@ DONTNEED), and it is looked at whether that worked. What a hypervisor keeps in i
 - `after_start`: the daemon has just been started, its DRAM is empty, so the memory for what is fetched has to be made, too.
 - `running`: the same daemon, once its DRAM is as full as it gets, of other blobs, which are on SSD too. What is fetched is on SSD only.
 
-Next to them, as many bytes of the same file: the fetch once more, then from DRAM; what one thread reads by the daemon's own code, verified,
-into memory that is there (`read_1_thread`); and fio with psync, in blocks of an extent, with as many threads as the daemon has readers, and
+Next to them, as many bytes of the same file: the fetch once more, then from DRAM; what is read by the daemon's own code alone, verified,
+into memory that is there (`read_alone`); and fio with psync, in blocks of an extent, with as many threads as the daemon has readers, and
 with one.
 """
 
@@ -34,9 +34,7 @@ from bench.report import Report, arguments
 from bench.striped_fetch import GIB, MIB, PAGE_TOKENS, blob_spec
 from kvstore.digests import DIGEST_BYTES
 from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES, BlobFile
-from kvstore_client import AsyncClient
-from kvstore_client.match import Match
-from kvstore_client.namespace import Namespace
+from kvstore_client import AsyncClient, Match, Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
 READERS = 4
@@ -151,7 +149,7 @@ class _Repetitions:
         with _daemon(self._folder, self._plan) as daemon:
             asyncio.run(self._fetch_cold(daemon, repetition))
         self._drop()
-        self._report.add("read_1_thread_16MiB", repetition, self._read(), "GiB/s")
+        self._report.add("read_alone_16MiB", repetition, self._read(), "GiB/s")
         if self._fio is not None:
             for threads, what in ((READERS, "fio_16MiB"), (1, "fio_1_thread_16MiB")):
                 self._drop()
@@ -177,9 +175,9 @@ class _Repetitions:
             await _release(cold)
 
     async def _on_ssd_only(self, namespace: Namespace) -> list[tuple[int, Match]]:
-        """Leases on as many blobs as are fetched, none of them in DRAM."""
+        """Leases on as many blobs as are fetched, none of them in DRAM, in no order of the file."""
         found: list[tuple[int, Match]] = []
-        for index in range(self._blobs.count):
+        for index in np.random.default_rng(7).permutation(self._blobs.count).tolist():
             match = await namespace.match(tokens(index), lease_s=600)
             if match.pages and not match.dram_pages and len(found) < self._plan.blobs:
                 found.append((index, match))
@@ -190,7 +188,7 @@ class _Repetitions:
         return found
 
     def _read(self) -> float:
-        """GiB/s of one thread that reads and verifies blobs as the daemon does."""
+        """GiB/s of reading and verifying one blob after the other, as the daemon does."""
         spec, took = blob_spec(_SIZE), 0.0
         layout = spec.slice_layout(spec.whole())
         target = memoryview(bytearray(b"\1" * (_SIZE + DIGEST_BYTES * layout.count)))

@@ -4,7 +4,7 @@ from bench.peers.ratios import GOALS, STORES
 from bench.report import Report
 from bench.ssd_fetch import CASES
 
-_SSD = (*(f"ssd_cold_{case}" for case in CASES), "ssd_then_dram", "read_1_thread", "fio", "fio_1_thread")
+_SSD = (*(f"ssd_cold_{case}" for case in CASES), "ssd_then_dram", "read_alone", "fio", "fio_1_thread")
 _SHAPES = ("1MiB", "4MiB", "16MiB", "64MiB", "32x1.5MiB")
 
 
