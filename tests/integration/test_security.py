@@ -345,7 +345,7 @@ def test_tokens_change_without_a_restart(tmp_path: Path) -> None:
             assert alice.error().code == "unauthenticated"
         with client(daemon, ALICE) as demoted, pytest.raises(Forbidden):
             open_namespace(demoted)
-        soon = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 2))
+        soon = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 5))
         write_tokens(file, TOKENS.replace("2020-01-01T00:00:00Z", soon))
         wait_until("the token is not taken up", lambda: ask(f"{daemon.http}/v1/stat", EXPIRED)[0] == 200)
         with RawClient(daemon.endpoint, token=EXPIRED) as raw:
