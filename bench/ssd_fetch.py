@@ -1,11 +1,14 @@
 """Cold fetches of 16 MiB blobs from SSD over loopback TCP, with fio's psync reads of the same file beside them.
 
-Blobs are put durably, and fetched one after the other, one outstanding, over one connection, verified at both ends, into memory that is
-there before the clock starts, as a worker's is. Before each repetition the blob file is dropped from the page cache (posix_fadvise
-DONTNEED), and it is looked at whether that worked. What a hypervisor keeps in its own cache can't be dropped from here. Two cases:
+Prefixes of blobs are put durably, and fetched over one connection, verified at both ends, into memory that is there before the clock
+starts, as a worker's is: blob by blob in no order, one outstanding; and as a whole (`prefix`), as a worker gets a long prefix, where the
+daemon reads the next blobs while it sends one. Before each measurement the blob file is dropped from the page cache (posix_fadvise
+DONTNEED). What a process has mapped can't be dropped, and what a hypervisor keeps in its own cache can't be dropped from here: so how much
+the daemon had from the disk while it was fetched (`read_bytes` in /proc) stands beside each case (`from_disk`). Two cases:
 
 - `after_start`: the daemon has just been started, its DRAM is empty, so the memory for what is fetched has to be made, too.
-- `running`: the same daemon, once its DRAM is as full as it gets, of other blobs, which are on SSD too. What is fetched is on SSD only.
+- `running`: the DRAM of the daemon is as full as it gets, of other blobs, which are on SSD too. What is fetched is on SSD only, and
+  nobody has touched it since the daemon was started.
 
 Next to them, as many bytes of the same file: the fetch once more, then from DRAM; what is read by the daemon's own code alone, verified,
 into memory that is there (`read_alone`); and fio with psync, in blocks of an extent, with as many threads as the daemon has readers, and
@@ -22,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +43,14 @@ READERS = 4
 """The daemon's default `reader_threads`."""
 BLOCK = DEFAULT_EXTENT_BYTES + 16
 """An extent with its header: whole pages of the file."""
-CASES = ("after_start", "running")
+CASES = ("after_start", "after_start_prefix", "running", "running_prefix")
 """As in the names of what is measured."""
 _SIZE = 16 * MIB
-_SETS = 3
-"""Times as many blobs on SSD as a repetition fetches; DRAM has room for half as many."""
+_PREFIXES = 4
+"""On SSD. The first is fetched blob by blob, the second as a whole, and the others fill DRAM, which has room for one and a half."""
+_BY_BLOB, _WHOLE = 0, 1
 _SHIFT = 4096 + 256
 """Blobs are windows of one run of random bytes, so far apart."""
-_LOOKS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,40 +71,43 @@ class Blobs:
     """What is put and fetched, and the memory that it is fetched into."""
 
     def __init__(self, plan: Plan) -> None:
-        self.count = _SETS * plan.blobs
-        self._bytes = np.random.default_rng(2).integers(0, 256, _SIZE + self.count * _SHIFT, dtype=np.uint8)
-        self.target = np.ones(plan.blobs * _SIZE, np.uint8)
+        self.each = plan.blobs
+        """Blobs of a prefix."""
+        self._bytes = np.random.default_rng(2).integers(0, 256, _SIZE + _PREFIXES * plan.blobs * _SHIFT, dtype=np.uint8)
+        self._target = np.ones(plan.blobs * _SIZE, np.uint8)
 
-    def payload(self, index: int) -> npt.NDArray[np.uint8]:
-        """The bytes of one blob."""
-        return self._bytes[index * _SHIFT : index * _SHIFT + _SIZE]
+    def tokens(self, prefix: int) -> npt.NDArray[np.uint32]:
+        """A prompt."""
+        return np.repeat(np.arange(self.each, dtype=np.uint32), PAGE_TOKENS) * _PREFIXES + prefix
 
-    def place(self, number: int) -> npt.NDArray[np.uint8]:
-        """Where the blob that is fetched as the `number`th goes."""
-        return self.target[number * _SIZE : (number + 1) * _SIZE]
+    def _payload(self, prefix: int, page: int) -> npt.NDArray[np.uint8]:
+        at = (prefix * self.each + page) * _SHIFT
+        return self._bytes[at : at + _SIZE]
 
     async def put(self, daemon: DaemonProcess) -> None:
         """Put them all, durably."""
         async with AsyncClient(daemon.endpoint, connections=1, shared_memory=False) as client:
             namespace = await client.namespace("cold", "bench", blob_spec(_SIZE))
-            for index in range(self.count):
-                await namespace.put(tokens(index), self.payload(index), durable=True)
+            for prefix in range(_PREFIXES):
+                tokens = self.tokens(prefix)
+                for page in range(self.each):
+                    upto = tokens[: (page + 1) * PAGE_TOKENS]
+                    await namespace.put(upto, self._payload(prefix, page), first_page=page, durable=True)
 
-    async def fetch(self, namespace: Namespace, matches: Sequence[tuple[int, Match]]) -> float:
-        """GiB/s of one fetch after the other. What comes is compared with what was put."""
+    async def fetch(self, namespace: Namespace, match: Match, prefix: int, *, whole: bool) -> float:
+        """GiB/s of a prefix. What comes is compared with what was put."""
+        pages = np.random.default_rng(7).permutation(self.each).tolist()
         started = time.perf_counter()
-        for number, (_, match) in enumerate(matches):
-            await namespace.fetch(match, self.place(number))
+        if whole:
+            await namespace.fetch(match, self._target)
+        else:
+            for page in pages:
+                await namespace.fetch(match, self._target[page * _SIZE : (page + 1) * _SIZE], pages=(page, page + 1))
         took = time.perf_counter() - started
-        for number, (index, _) in enumerate(matches):
-            if not np.array_equal(self.place(number), self.payload(index)):
-                sys.exit(f"blob {index} came back with other bytes")
-        return len(matches) * _SIZE / GIB / took
-
-
-def tokens(index: int) -> npt.NDArray[np.uint32]:
-    """The prompt of one blob."""
-    return np.full(PAGE_TOKENS, index, np.uint32)
+        for page in pages:
+            if not np.array_equal(self._target[page * _SIZE : (page + 1) * _SIZE], self._payload(prefix, page)):
+                sys.exit(f"page {page} of prefix {prefix} came back with other bytes")
+        return self.each * _SIZE / GIB / took
 
 
 def measure(report: Report, plan: Plan) -> dict[str, Any]:
@@ -122,12 +127,11 @@ def measure(report: Report, plan: Plan) -> dict[str, Any]:
         return {
             "file_system": kind,
             "bytes": plan.blobs * _SIZE,
-            "bytes_on_ssd": blobs.count * _SIZE,
+            "bytes_on_ssd": _PREFIXES * plan.blobs * _SIZE,
             "dram": _dram(plan),
             "block": BLOCK,
             "threads": READERS,
-            "dropped_by": "posix_fadvise DONTNEED, no process having the blobs mapped",
-            "still_cached_at_most": max(runs.cached),
+            "dropped_by": "posix_fadvise DONTNEED",
         }
 
 
@@ -135,7 +139,6 @@ class _Repetitions:
     """Measures everything once, each with what it reads dropped from the page cache before."""
 
     def __init__(self, report: Report, plan: Plan, blobs: Blobs, folder: Path, fio: str | None) -> None:
-        self.cached: list[float] = []
         self._report = report
         self._plan = plan
         self._blobs = blobs
@@ -145,9 +148,10 @@ class _Repetitions:
 
     def once(self, repetition: int) -> None:
         """Both cases and what is beside them."""
-        self._drop()
-        with _daemon(self._folder, self._plan) as daemon:
-            asyncio.run(self._fetch_cold(daemon, repetition))
+        for case in (self._after_start, self._prefix_after_start, self._running):
+            self._drop()
+            with _daemon(self._folder, self._plan) as daemon:
+                asyncio.run(case(daemon, repetition))
         self._drop()
         self._report.add("read_alone_16MiB", repetition, self._read(), "GiB/s")
         if self._fio is not None:
@@ -156,36 +160,41 @@ class _Repetitions:
                 self._report.add(what, repetition, _fio(self._fio, self._file, threads, self._plan), "GiB/s")
 
     def _drop(self) -> None:
-        self.cached.append(_drop(self._file))
+        _drop(self._file)
 
-    async def _fetch_cold(self, daemon: DaemonProcess, repetition: int) -> None:
+    async def _after_start(self, daemon: DaemonProcess, repetition: int) -> None:
         async with AsyncClient(daemon.endpoint, connections=1, shared_memory=False) as client:
             namespace = await client.namespace("cold")
-            cold = await self._on_ssd_only(namespace)
-            self._report.add("ssd_cold_after_start_16MiB", repetition, await self._blobs.fetch(namespace, cold), "GiB/s")
-            self._report.add("ssd_then_dram_16MiB", repetition, await self._blobs.fetch(namespace, cold), "GiB/s")
-            await _release(cold)
-            for index in range(self._blobs.count):
-                match = await namespace.match(tokens(index), lease_s=60)
-                await namespace.fetch(match, self._blobs.place(0))
-                await match.release()
-            cold = await self._on_ssd_only(namespace)
-            self._drop()
-            self._report.add("ssd_cold_running_16MiB", repetition, await self._blobs.fetch(namespace, cold), "GiB/s")
-            await _release(cold)
+            await self._fetch_cold(daemon, namespace, _BY_BLOB, "ssd_cold_after_start", repetition)
+            async with await namespace.match(self._blobs.tokens(_BY_BLOB), lease_s=600) as match:
+                self._report.add(
+                    "ssd_then_dram_16MiB", repetition, await self._blobs.fetch(namespace, match, _BY_BLOB, whole=False), "GiB/s"
+                )
 
-    async def _on_ssd_only(self, namespace: Namespace) -> list[tuple[int, Match]]:
-        """Leases on as many blobs as are fetched, none of them in DRAM, in no order of the file."""
-        found: list[tuple[int, Match]] = []
-        for index in np.random.default_rng(7).permutation(self._blobs.count).tolist():
-            match = await namespace.match(tokens(index), lease_s=600)
-            if match.pages and not match.dram_pages and len(found) < self._plan.blobs:
-                found.append((index, match))
-            else:
-                await match.release()
-        if len(found) < self._plan.blobs:
-            sys.exit(f"only {len(found)} blobs are on SSD and not in DRAM")
-        return found
+    async def _prefix_after_start(self, daemon: DaemonProcess, repetition: int) -> None:
+        async with AsyncClient(daemon.endpoint, connections=1, shared_memory=False) as client:
+            await self._fetch_cold(daemon, await client.namespace("cold"), _WHOLE, "ssd_cold_after_start_prefix", repetition)
+
+    async def _running(self, daemon: DaemonProcess, repetition: int) -> None:
+        async with AsyncClient(daemon.endpoint, connections=1, shared_memory=False) as client:
+            namespace = await client.namespace("cold")
+            for prefix in range(_WHOLE + 1, _PREFIXES):
+                async with await namespace.match(self._blobs.tokens(prefix), lease_s=600) as match:
+                    await self._blobs.fetch(namespace, match, prefix, whole=False)
+            self._drop()
+            await self._fetch_cold(daemon, namespace, _BY_BLOB, "ssd_cold_running", repetition)
+            await self._fetch_cold(daemon, namespace, _WHOLE, "ssd_cold_running_prefix", repetition)
+
+    async def _fetch_cold(self, daemon: DaemonProcess, namespace: Namespace, prefix: int, name: str, repetition: int) -> None:
+        async with await namespace.match(self._blobs.tokens(prefix), lease_s=600) as match:
+            if match.pages != self._plan.blobs or match.dram_pages:
+                sys.exit(f"of {self._plan.blobs} pages of prefix {prefix} there are {match.pages}, and {match.dram_pages} in DRAM")
+            before = _read_bytes(daemon.pid)
+            self._report.add(
+                f"{name}_16MiB", repetition, await self._blobs.fetch(namespace, match, prefix, whole=prefix == _WHOLE), "GiB/s"
+            )
+            from_disk = (_read_bytes(daemon.pid) - before) / (match.pages * _SIZE)
+            self._report.add(f"{name}_from_disk", repetition, from_disk, "of the bytes")
 
     def _read(self) -> float:
         """GiB/s of reading and verifying one blob after the other, as the daemon does."""
@@ -205,9 +214,10 @@ class _Repetitions:
         return len(blobs) * _SIZE / GIB / took
 
 
-async def _release(matches: Sequence[tuple[int, Match]]) -> None:
-    for _, match in matches:
-        await match.release()
+def _read_bytes(pid: int) -> int:
+    """What a process has had from disks so far."""
+    figures = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(figures["read_bytes"])
 
 
 def _dram(plan: Plan) -> int:
@@ -215,26 +225,18 @@ def _dram(plan: Plan) -> int:
 
 
 def _daemon(folder: Path, plan: Plan) -> DaemonProcess:
-    """A daemon that has room for half of the blobs in DRAM, and no scrubber that reads meanwhile."""
+    """A daemon that has room for one and a half prefixes in DRAM, and no scrubber that reads meanwhile."""
     environment = {"KVSTORE_SCRUB_RATE": "0", "KVSTORE_READER_THREADS": str(READERS)}
-    ssd = 2 * _SETS * plan.blobs * _SIZE
+    ssd = 2 * _PREFIXES * plan.blobs * _SIZE
     return DaemonProcess(folder / "data", "--dram", str(_dram(plan)), "--ssd", str(ssd), environment=environment)
 
 
-def _drop(path: Path) -> float:
-    """Drop a file from the page cache. Returns the share of it that is there all the same, by sample."""
+def _drop(path: Path) -> None:
+    """Drop a file from the page cache, as far as no process has it mapped."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        size, there = os.fstat(descriptor).st_size, 0
-        for at in range(0, size, max(4096, size // _LOOKS & ~4095)):
-            try:
-                there += os.preadv(descriptor, [bytearray(1)], at, os.RWF_NOWAIT) > 0
-            except BlockingIOError:
-                pass  # as it should be
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the attempts may have started to read
-        return there / _LOOKS
     finally:
         os.close(descriptor)
 

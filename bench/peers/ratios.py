@@ -43,8 +43,7 @@ GOALS = (
     Goal("put_vs_numpy", 0.5),
     Goal("fetch_into_vs_mooncake", 0.85),
     Goal("put_vs_mooncake", 0.7),
-    Goal("ssd_cold_after_start_vs_fio", 0.6),
-    Goal("ssd_cold_running_vs_fio", 0.6),
+    *(Goal(f"ssd_cold_{case}_vs_fio", 0.6) for case in CASES),
 )
 
 

@@ -11,6 +11,7 @@ from bench.peers import alone, markdown, ratios, tcp
 from bench.peers.peer import MIB, ROTATION, Meter, Shape, cpu_seconds
 from bench.peers.resp import RespLink
 from bench.report import Report
+from bench.ssd_fetch import CASES
 
 
 def report_of(**rows: list[float]) -> Report:
@@ -60,9 +61,16 @@ def test_every_goal_is_of_a_ratio_that_a_run_can_have() -> None:
         rows[f"iperf3_{cell}"] = [1.0]
     rows |= {f"get_{shape}_{store}_p50": [1.0] for shape in ("4KiB", "64x4KiB") for store in ("ours", "redis")}
     names = (
-        "numpy_copy", "fetch", "put", "put_any_memory", "mooncake_get", "mooncake_put", "lease_and_view", "fio",
-        "ssd_cold_after_start", "ssd_cold_running",
-    )  # fmt: skip
+        "numpy_copy",
+        "fetch",
+        "put",
+        "put_any_memory",
+        "mooncake_get",
+        "mooncake_put",
+        "lease_and_view",
+        "fio",
+        *(f"ssd_cold_{case}" for case in CASES),
+    )
     rows |= {f"{name}_16MiB": [1.0] for name in names}
     report = report_of(**rows)
     ratios.all_of(report)
