@@ -1,10 +1,7 @@
 """The blocking client: the asynchronous one on an event loop of its own, in a thread of its own."""
 
-import asyncio
-import concurrent.futures
 import os
 import ssl
-import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
@@ -22,6 +19,7 @@ from kvstore_client.client import RECONNECT_S, AsyncClient
 from kvstore_client.direct import Direct, Elsewhere
 from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.fetching import OnGroup
+from kvstore_client.loop_thread import LoopThread
 from kvstore_client.match import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
 from kvstore_client.plan import Priority
@@ -33,80 +31,8 @@ from kvstore_client.view import LocalView
 
 T = TypeVar("T")
 
-
 SMALL_BYTES = 1 << 20
 """A fetch into no more than this is made by the calling thread."""
-
-
-_END_S = 5.0
-"""How long a close waits for what others had under way: it was cancelled, and ends at once unless a thread holds it up."""
-
-
-class _LoopThread:
-    """An event loop that runs in a thread until `stop`."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._entering = threading.Lock()
-        self._ending = False
-        self._thread = threading.Thread(target=self._serve, name="kvstore-client", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end; an interrupt of the caller cancels it. Raises BadRequest after `stop`."""
-        with self._entering:  # nothing is begun that nobody would end
-            if self._ending:
-                work.close()
-                raise BadRequest("this client was closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise BadRequest("this client was closed") from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it has ended, or is about to."""
-        return self._ending
-
-    def stop(self) -> None:
-        """End the loop and its thread. Who still waits for something there is told that the client was closed."""
-        with self._entering:
-            if self._ending:
-                return
-            self._ending = True
-            ended = asyncio.run_coroutine_threadsafe(_end_all(), self._loop)
-        ended.result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def leave(self, last: Coroutine[Any, Any, None]) -> None:
-        """As `stop`, after a last coroutine, for whom nobody waits."""
-        self._ending = True
-        asyncio.run_coroutine_threadsafe(self._finish(last), self._loop)
-
-    async def _finish(self, last: Coroutine[Any, Any, None]) -> None:
-        try:
-            await asyncio.wait_for(last, _END_S)
-            await _end_all()
-        finally:
-            self._loop.stop()
-
-
-async def _end_all() -> None:
-    """Cancel all other tasks of this loop, and wait for their ends, for a while."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    ended = asyncio.gather(*others, return_exceptions=True)
-    await asyncio.wait([ended], timeout=_END_S)
 
 
 class Client:
@@ -126,7 +52,7 @@ class Client:
         reconnect: float = RECONNECT_S,
     ) -> None:
         self._process = os.getpid()
-        self._thread = _LoopThread()
+        self._thread = LoopThread()
         try:
             self._client = self._thread.run(
                 self._opened(

@@ -4,7 +4,8 @@ from kvstore.store.clock import Clock
 from kvstore.store.leases import Lease
 from kvstore.store.matching import Match
 from kvstore.store.part_table import PartRun, PartTable
-from kvstore.store.puts import Ack, Put, PutRequest, PutResult
+from kvstore.store.put_request import Ack, PutRequest, PutResult
+from kvstore.store.puts import Put
 from kvstore.store.reading import Held
 from kvstore.store.settings import NamespaceSettings
 from kvstore.store.space import Space

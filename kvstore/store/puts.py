@@ -9,8 +9,6 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import accumulate
 
 import numpy as np
@@ -18,54 +16,15 @@ import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, blob_id
 from kvstore.errors import BadDigest, BadRequest, Cancelled, KVStoreError, NotFound
-from kvstore.hints import NO_HINTS, Hints
-from kvstore.kvspec import KVSpec, PartRange, SliceLayout
-from kvstore.radix.tree import Extras
+from kvstore.kvspec import PartRange, SliceLayout
 from kvstore.store.late_digests import LateDigests
-from kvstore.store.pending import Pending, overlap
+from kvstore.store.pending import Pending
+from kvstore.store.put_request import PutRequest
 from kvstore.store.space import Space
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena
 
 _log = logging.getLogger("kvstore.store")
-
-
-class Ack(Enum):
-    """When a put is acknowledged: once its pages can be read, or once they would survive a power cut."""
-
-    MEMORY = "memory"
-    DURABLE = "durable"
-
-
-@dataclass(frozen=True, slots=True)
-class PutRequest:
-    """What a put says about itself. `tokens` (uint32 bytes) are the prefix, or what follows the lease it builds on.
-
-    Pages from `first_page` (counted from the root) on are put, each as parts of the given `ranges`; `spans` are the pages
-    [first, last) that carry each part, all pages of the put if empty.
-    """
-
-    put_id: bytes
-    tokens: bytes
-    extras: Extras
-    first_page: int
-    ranges: tuple[PartRange, ...]
-    ack: Ack
-    spans: tuple[tuple[int, int], ...] = ()
-    hints: Hints = NO_HINTS
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    """How a put ended: pages in its range that are new, that had a version already (`exists`), and that still lack other shards.
-
-    In a flat namespace `existing` says which had one, as half-open runs.
-    """
-
-    new_pages: int
-    existing_pages: int
-    pending_pages: int = 0
-    existing: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 class Put:
@@ -450,22 +409,3 @@ class Put:
         if self.closed:
             raise NotFound(f"put {self.handle} ended before all of it was there: what was read of it is void")
         return None
-
-
-def check_parts(spec: KVSpec, request: PutRequest, total_pages: int) -> None:
-    """Raise BadRequest unless the parts of a put lie inside the spec, and no two of one page overlap."""
-    ranges, spans = request.ranges, request.spans
-    if not 1 <= len(ranges) <= 256:
-        raise BadRequest(f"a page has 1 to 256 parts, not {len(ranges)}")
-    if spans and len(spans) != len(ranges):
-        raise BadRequest(f"{len(spans)} page spans for {len(ranges)} parts")
-    for first, last in spans:
-        if not request.first_page <= first < last <= total_pages:
-            raise BadRequest(f"a part on the pages [{first}, {last}) of a put of the pages [{request.first_page}, {total_pages})")
-    for number, part in enumerate(ranges):
-        spec.check_range(part)
-        for other in range(number):
-            if overlap(part, ranges[other]) and (
-                not spans or max(spans[number][0], spans[other][0]) < min(spans[number][1], spans[other][1])
-            ):
-                raise BadRequest(f"two parts of component {part.component} overlap")

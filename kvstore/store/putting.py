@@ -18,7 +18,8 @@ from kvstore.store.assembly import MAX_PENDING_PAGES, Assemblies, Assembly, Brin
 from kvstore.store.copies import Copies
 from kvstore.store.pending import whole_components
 from kvstore.store.put_pages import check_apart, check_pages, check_parent, masks_of, name_alone, name_pages, runs_of, slots_of
-from kvstore.store.puts import Ack, Put, PutRequest, PutResult, check_parts
+from kvstore.store.put_request import Ack, PutRequest, PutResult, check_parts
+from kvstore.store.puts import Put
 from kvstore.store.quotas import Quotas
 from kvstore.store.residency import Residency
 from kvstore.store.space import Space

@@ -27,7 +27,8 @@ from kvstore.store.leases import MAX_PIN_S, Lease, Leases
 from kvstore.store.matching import Defer, Match, Matching
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.prefixes import Prefixes
-from kvstore.store.puts import Put, PutRequest, PutResult
+from kvstore.store.put_request import PutRequest, PutResult
+from kvstore.store.puts import Put
 from kvstore.store.putting import Puts
 from kvstore.store.quotas import Quotas, SsdBudget
 from kvstore.store.rates import Rates

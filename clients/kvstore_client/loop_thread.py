@@ -1,0 +1,81 @@
+"""An event loop in a thread of its own, for those who block."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from kvstore.api.wire import BadRequest
+
+T = TypeVar("T")
+
+_END_S = 5.0
+"""How long a close waits for what others had under way: it was cancelled, and ends at once unless a thread holds it up."""
+
+
+class LoopThread:
+    """An event loop that runs in a thread until `stop`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._entering = threading.Lock()
+        self._ending = False
+        self._thread = threading.Thread(target=self._serve, name="kvstore-client", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end; an interrupt of the caller cancels it. Raises BadRequest after `stop`."""
+        with self._entering:  # nothing is begun that nobody would end
+            if self._ending:
+                work.close()
+                raise BadRequest("this client was closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise BadRequest("this client was closed") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended, or is about to."""
+        return self._ending
+
+    def stop(self) -> None:
+        """End the loop and its thread. Who still waits for something there is told that the client was closed."""
+        with self._entering:
+            if self._ending:
+                return
+            self._ending = True
+            ended = asyncio.run_coroutine_threadsafe(_end_all(), self._loop)
+        ended.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def leave(self, last: Coroutine[Any, Any, None]) -> None:
+        """As `stop`, after a last coroutine, for whom nobody waits."""
+        self._ending = True
+        asyncio.run_coroutine_threadsafe(self._finish(last), self._loop)
+
+    async def _finish(self, last: Coroutine[Any, Any, None]) -> None:
+        try:
+            await asyncio.wait_for(last, _END_S)
+            await _end_all()
+        finally:
+            self._loop.stop()
+
+
+async def _end_all() -> None:
+    """Cancel all other tasks of this loop, and wait for their ends, for a while."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    ended = asyncio.gather(*others, return_exceptions=True)
+    await asyncio.wait([ended], timeout=_END_S)
