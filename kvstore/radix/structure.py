@@ -154,12 +154,7 @@ class TreeStructure:
             nodes.link(parent, node)
         first = nodes.start[node] + offset
         run = slice(first, first + count)
-        pages.key[run] = np.frombuffer(new.keys, np.uint8).reshape(count, KEY_BYTES)
-        pages.node[run] = node
-        pages.leases[run] = pages.recency[run] = pages.retain[run] = 0
-        for recency in pages.part_recency:
-            recency[run] = 0
-        self._fill(run, new)
+        self._enter(run, node, new)
         pages.key_index.add_many(pages.key[run].view("<u8")[:, 0].tolist(), list(range(first, first + count)))
         self._page_count += count
         return node, offset
@@ -177,15 +172,20 @@ class TreeStructure:
         for node in made:
             nodes.link(ROOT, node)
         slots = np.array(starts, np.int32)
-        pages.key[slots] = np.frombuffer(new.keys, np.uint8).reshape(count, KEY_BYTES)
-        pages.node[slots] = made
-        pages.leases[slots] = pages.recency[slots] = pages.retain[slots] = 0
-        for recency in pages.part_recency:
-            recency[slots] = 0
-        self._fill(slots, new)
+        self._enter(slots, made, new)
         pages.key_index.add_many(pages.key[slots].view("<u8")[:, 0].tolist(), starts)
         self._page_count += count
         return slots, made
+
+    def _enter(self, where: "slice | Slots", nodes: int | list[int], new: NewPages) -> None:
+        """Make slots that were free the pages of a node, or each of one of its own."""
+        pages = self.pages
+        pages.key[where] = np.frombuffer(new.keys, np.uint8).reshape(-1, KEY_BYTES)
+        pages.node[where] = nodes
+        pages.leases[where] = pages.recency[where] = pages.retain[where] = 0
+        for recency in pages.part_recency:
+            recency[where] = 0
+        self._fill(where, new)
 
     def _fill(self, where: "slice | Slots", new: NewPages) -> None:
         """Give pages that have none their version and parts."""
