@@ -15,7 +15,7 @@ from enum import Enum
 
 import lmdb
 
-from kvstore.errors import NotFound
+from kvstore.errors import Busy, NotFound
 from kvstore.kvspec import SliceLayout
 from kvstore.store.copies import lies_in, verifies
 from kvstore.store.space import Space
@@ -188,7 +188,7 @@ class Scrubber:
     def _look_on_ssd(self, number: int, name: bytes, layout: SliceLayout) -> "_Copy":
         try:
             self._blob_file.read(number, name, layout, memoryview(bytearray(stored_bytes(layout))), uncached=True)
-        except Unreadable:
+        except (Unreadable, Busy):
             return _Copy.UNREADABLE
         except NotFound:  # or Corrupt, which is one
             return _Copy.BAD

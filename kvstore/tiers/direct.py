@@ -64,19 +64,32 @@ class DirectFile:
 
     @contextmanager
     def read(self, at: int, nbytes: int) -> Iterator[memoryview | None]:
-        """The bytes from `at` on, to be copied; None if the file system does not read so after all. Raises OSError.
+        """The bytes from `at` on, to be copied; None if the file system does not read so after all, or there is no memory to read into.
 
-        Fewer than `nbytes` where the file ends before.
+        Fewer than `nbytes` where the file ends before. Raises OSError.
         """
         start = at & -_PAGE
         size = -(-(at + nbytes - start) // _PAGE) * _PAGE
-        buffer = self._buffers.pop() if self._buffers else _make_buffer()
+        buffer = self._buffer()
+        if buffer is None:
+            yield None
+            return
         try:
             got = self._fill(buffer[:size], start)
             yield None if got is None else buffer[at - start : min(got, at - start + nbytes)]
         finally:
             if len(self._buffers) < _KEPT:
                 self._buffers.append(buffer)
+
+    def _buffer(self) -> memoryview | None:
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            pass
+        try:
+            return _make_buffer()
+        except OSError:  # the system gives no memory now
+            return None
 
     def _fill(self, buffer: memoryview, at: int) -> int | None:
         filled = 0

@@ -4,6 +4,7 @@ Blocking: call from an executor thread; writes from one thread only. No read tra
 durable when `commit` returns. LMDB has no checksums: what is read is verified against the blob id before it is given out.
 """
 
+import errno
 import os
 import struct
 import threading
@@ -16,7 +17,7 @@ from pathlib import Path
 import lmdb
 
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
-from kvstore.errors import Corrupt, NotFound
+from kvstore.errors import Busy, Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
 from kvstore.lmdb_files import (
     DATA_FILE,
@@ -49,6 +50,9 @@ DEFAULT_EXTENT_BYTES = (68 << 10) - PAGE_HEADER
 """A little over 64 KiB, so that a blob whose payload is a power of two finds room for its digests in the last extent."""
 
 Arrived = Callable[[int], object]
+
+_NOT_THE_DISK = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+"""They say nothing of the blob."""
 
 
 class Unreadable(Corrupt):
@@ -162,7 +166,7 @@ class BlobFile:
 
         `arrived` is told, about every two MiB until the end, how many slices are there and verified. With `uncached`, the disk is asked
         and not the page cache, as far as the system allows. Raises NotFound if an extent is missing, Corrupt if the bytes are not the
-        blob's, Unreadable if the disk gives an error.
+        blob's, Unreadable if the disk gives an error, Busy if the system has no memory or descriptors for it now.
         """
         try:
             with self._gate.shared():
@@ -172,6 +176,8 @@ class BlobFile:
                 mark_damaged(self._path)
             raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
         except OSError as error:
+            if error.errno in _NOT_THE_DISK:
+                raise Busy(f"blob {blob.hex()} can't be read now: {error}", retry_after_ms=1000) from error
             raise Unreadable(f"blob {blob.hex()} can't be read: {error}") from error
 
     def _fill(self, number: int, blob: bytes, layout: SliceLayout, out: memoryview, arrived: Arrived | None, *, uncached: bool) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor
 from contextlib import suppress
 
 
@@ -17,6 +17,9 @@ class Together:
         self._do = do
         self._upto = upto
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
+        self._at_work = 0
+        self._over = False
         self._begun = 0
         self._done: set[int] = set()
         self._front = 0
@@ -26,17 +29,33 @@ class Together:
         """Return when all is done, also if the `other` thread never has time; raises what `do` raised. No call outlasts this one."""
         partner = None
         if self._count > 1:
-            with suppress(RuntimeError):  # the process is about to end: no thread is given any more
+            with suppress(RuntimeError):  # no thread could be started; what was to run in it may be run by one of the others yet
                 partner = other.submit(self._work)
         try:
             self._work()
         finally:
-            if partner is not None and not partner.cancel():
-                wait([partner])
+            with self._left:
+                self._over = True
+                while self._at_work:
+                    self._left.wait()
+            if partner is not None:
+                partner.cancel()
         if self._error is not None:
             raise self._error
 
     def _work(self) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._at_work += 1
+        try:
+            self._take_turns()
+        finally:
+            with self._left:
+                self._at_work -= 1
+                self._left.notify()
+
+    def _take_turns(self) -> None:
         while (number := self._begin()) is not None:
             try:
                 self._do(number)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
-from kvstore.errors import Corrupt
+from kvstore.errors import Busy, Corrupt
 from kvstore.kvspec import SliceLayout
 from kvstore.tiers.direct import LARGEST_READ, DirectFile
 from kvstore.tiers.ssd import BlobBatch, BlobFile
@@ -47,6 +47,25 @@ def test_any_range_is_read(file: Path) -> None:
             assert raw is not None
             assert raw == data[at : at + nbytes], "short only where the file ends"
     opened.close()
+
+
+def test_without_memory_it_is_read_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    blob_file = BlobFile(tmp_path, 64 * MIB)
+    blob, stored = make_blob()
+    blob_file.commit(BlobBatch(put=[(1, blob, stored)]))
+    forget(tmp_path / "data.mdb")
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.tiers.direct._make_buffer", no_memory)
+        assert read(blob_file, blob) == stored
+        forget(tmp_path / "data.mdb")
+        patch.setattr(os, "preadv", no_memory)
+        with pytest.raises(Busy, match="can't be read now"):  # it is not lost
+            read(blob_file, blob)
+    assert read(blob_file, blob) == stored
+    blob_file.close()
 
 
 def test_what_the_page_cache_has_is_known(file: Path) -> None:

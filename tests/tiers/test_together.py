@@ -1,6 +1,7 @@
 """Two threads at one row of pieces."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -38,6 +39,30 @@ def test_what_comes_out_of_order_is_told_once_those_before_are_there() -> None:
     with ThreadPoolExecutor(1) as other:
         Together(3, do, told.append).run(other)
     assert told in ([2, 3], [3])
+
+
+def test_a_thread_that_comes_too_late_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor that can't start another thread says so when the work is in its queue already."""
+    first, begun, done = threading.Event(), threading.Event(), list[int]()
+
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def do(number: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            first.set()
+            begun.wait(0.5)
+        else:
+            begun.set()
+            time.sleep(0.1)
+        done.append(number)
+
+    with ThreadPoolExecutor(2) as other:
+        other.submit(first.wait, 20)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_more)
+            Together(2, do, lambda _: None).run(other)
+        assert sorted(done) == [0, 1], "it returned while the other thread was at work"
 
 
 def test_an_error_ends_it_and_none_is_at_work_after_that() -> None:
