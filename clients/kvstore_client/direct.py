@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -193,17 +194,23 @@ class Direct:
             self._lock.release()
 
     def settle(self) -> None:
-        """Wait until the daemon has done what was not waited for: what goes over another connection now may depend on it."""
+        """Wait until the daemon has done what was not waited for: what goes over another connection now may depend on it.
+
+        For a moment only: the daemon may stand still, or another thread wait for it over the line.
+        """
         line = self._line
         if line is None or not line.unheard:
             return
-        with self._lock:
+        until = time.monotonic() + _SETTLE_S
+        if not self._lock.acquire(timeout=_SETTLE_S):
+            return
+        try:
             if line.lost is None:
-                line.bound(_SETTLE_S)
-                try:
+                line.bound(max(until - time.monotonic(), _SETTLE_S / 10))
+                with suppress(KVStoreError, TimeoutError):  # then it ends with the session, or by its time
                     at_once(line.settle())
-                except (KVStoreError, TimeoutError):
-                    pass  # then it ends with the session, or by its time
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Close the line. A request under way ends."""

@@ -100,6 +100,29 @@ def test_a_deadline_is_not_waited_for_twice(daemon: DaemonProcess) -> None:
         assert namespace.match(context(1), lease_s=0).pages == 0
 
 
+def test_a_thread_that_waits_holds_up_no_other(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        namespace.put(context(2), content(context(2)))
+        for _ in range(_ASKS):
+            match = namespace.match(context(2))
+            match.release()
+        match = namespace.match(context(2))
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            match.release()  # it is not answered, so what goes by the loop asks first whether it is done
+            waits = threading.Thread(target=lambda: namespace.match(context(2), lease_s=0, timeout=60))
+            waits.start()
+            time.sleep(0.1)
+            with pytest.raises(DeadlineExceeded):
+                client.ping(timeout=0.2)
+            assert waits.is_alive()
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        waits.join(20)
+        assert not waits.is_alive()
+
+
 def test_an_extension_that_failed_is_as_if_it_had_not_been(data_dir: Path) -> None:
     sizes = ("--dram", "16MiB", "--ssd", "64MiB")
     with DaemonProcess(data_dir, *sizes) as daemon, Client(daemon.endpoint, reconnect=0) as client:
