@@ -99,7 +99,7 @@ class _NearPut:
         batches = list(_batches(frames, STAGE_BYTES if lent is None else LENT_BATCH_BYTES))
         if not batches:
             return await self._ask_to_commit()
-        if len(batches) == 1:
+        if len(batches) == 1 and not self._commit.whole_ms:
             return await self._copy_last(batches[0], lent, start)
         if start is None:
             return await self._copy_all(batches, lent)
@@ -109,7 +109,8 @@ class _NearPut:
     async def _copy_all(self, batches: list[list[SliceFrame]], lent: Place | None) -> Committed:
         tasks: list[asyncio.Task[None]] = []
         try:
-            for batch in batches[:-1]:
+            waits = self._commit.whole_ms > 0  # for other shards, which may need the places that are held until a COPY is answered
+            for batch in batches if waits else batches[:-1]:
                 place, number = await self._place(batch, lent)
                 tasks.append(asyncio.create_task(self._copy(batch, place, number)))
                 await asyncio.sleep(0)  # the request leaves before its bytes are hashed
@@ -117,8 +118,10 @@ class _NearPut:
                 for task in tasks:
                     if task.done():
                         task.result()
-            committed = await self._copy_last(batches[-1], lent)
+            committed = None if waits else await self._copy_last(batches[-1], lent)
             await asyncio.gather(*tasks)
+            if committed is None:
+                committed = await self._ask_to_commit()
         except BaseException:
             for task in tasks:
                 task.cancel()

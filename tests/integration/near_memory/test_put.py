@@ -65,6 +65,20 @@ async def test_shards_and_several_puts_at_once(daemon: DaemonProcess, client: As
         assert np.array_equal(await fetched(namespace, 10 + n, 2), random_pages(10 + n, 2))
 
 
+async def test_shards_of_one_client_do_not_wait_for_each_other_with_the_places_that_the_others_need(namespace: Namespace) -> None:
+    layers = [PartRange(0, n, n + 1, 0, 2) for n in range(6)]
+    data = random_pages(20, 4)
+    by_page = data.reshape(4, 6, -1)
+    results = await asyncio.gather(
+        *(
+            namespace.put(tokens(20, 4), np.ascontiguousarray(by_page[:, n]), parts=(layer,), put_id=b"layers".ljust(16), whole_s=5)
+            for n, layer in enumerate(layers)
+        )
+    )
+    assert [result.pending_pages for result in results] == [0] * 6
+    assert np.array_equal(await fetched(namespace, 20, 4), data)
+
+
 def test_the_blocking_client(daemon: DaemonProcess) -> None:
     before, sent = copied(daemon), sent_bytes(daemon)
     with Client(daemon.unix_endpoint) as client:
