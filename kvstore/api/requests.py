@@ -34,7 +34,7 @@ from kvstore.api.wire.messages import (
     PutReady,
     PutStart,
 )
-from kvstore.errors import BadRequest, Busy, NotFound
+from kvstore.errors import BadRequest, KVStoreError, NotFound
 from kvstore.hints import Hints
 from kvstore.kvspec import KVSpec
 from kvstore.store import Ack, NamespaceSettings, PutRequest
@@ -151,7 +151,7 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
             pass  # commit() says which slices are missing
     try:
         await context.store.put_begun(put, 0)
-    except Busy:  # its client asks before it sends it again: it must not take room beside that
+    except KVStoreError:  # spoilt, or there is no room: its client asks before it sends it again, and it must not take room beside that
         context.store.abort_put(put)
         raise
     result = await context.store.commit_put(put, min(message.whole_ms, MAX_COMMIT_WAIT_MS) / 1000)

@@ -133,7 +133,9 @@ def read_fetch(connection: Peer, meta: bytes, payload: bytes) -> Asked:
     if not message.blobs > 0 or ids_end > len(payload):
         raise BadRequest(f"a fetch of {message.blobs} blobs with a payload of {len(payload)} bytes")
     runs = unpack_alike(memoryview(payload)[ids_end:])
-    if runs and (last := max(max(alike.blobs) for alike in runs)) >= message.blobs:
+    if not runs:
+        raise BadRequest("a fetch of no pieces: it says which by its runs")
+    if (last := max(max(alike.blobs) for alike in runs)) >= message.blobs:
         raise BadRequest(f"a run names blob {last} of {message.blobs}")
     names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
     nbytes = sum(alike.nbytes for alike in runs)

@@ -131,6 +131,7 @@ def first_blob(raw: RawClient) -> bytes:
 def test_offsets_outside_a_blob(raw: RawClient, run: Run) -> None:
     blob = first_blob(raw)
     assert code(raw.ask(FrameType.FETCH, FetchRequest(namespace="pages", blobs=1), blob + pack_runs([run]))) == "bad_request"
+    assert code(raw.ask(FrameType.FETCH, FetchRequest(namespace="pages", blobs=1), blob)) == "bad_request", "no runs at all"
     assert raw.alive()
 
 

@@ -20,6 +20,7 @@ def test_a_wrong_hash_on_a_put(raw: RawClient) -> None:
     raw.send_raw(slices_frame(ready.handle, 0, 0, 0, slices, [slice_digest(b"other") for _ in slices]))
     assert raw.error().code == "bad_digest"
     assert code(raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "bad_digest"
+    assert code(raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "not_found", "it has ended"
     assert raw.alive()
 
 
