@@ -148,8 +148,7 @@ class Answers(Generic[A]):
             self._take_segments(unpack(SegmentList, meta).items)
         call = self._calls.pop(header.request, None)
         if call is None or call.done.done():
-            if header.type is FrameType.PUT_READY:  # a put that was cancelled while it was asked for: it must not stay open
-                self._abort_late(meta)
+            self._undo_late(header.type, meta)
             return  # it was cancelled, or it is an early word on slices whose commit will say the same
         if header.type is FrameType.ERROR:
             call.done.set_exception(_typed(meta))
@@ -188,8 +187,8 @@ class Answers(Generic[A]):
             raise ProtocolError("segments came where none were asked for")
         self.on_segments(items, self._channel.take(len(items)))
 
-    def _abort_late(self, meta: bytes) -> None:
-        """A put that nobody waits for was taken: it must not stay open."""
+    def _undo_late(self, answer: FrameType, meta: bytes) -> None:
+        """Something was answered that nobody waits for any more: a put must not stay open, nor a lease be kept."""
 
     def _fail(self, error: KVStoreError) -> None:
         if self.lost is None:

@@ -27,7 +27,7 @@ from kvstore.api.wire import (
     unpack,
 )
 from kvstore.api.wire.descriptors import DescriptorChannel
-from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, Message, PutHandle, PutReady
+from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseRequest, Matched, Message, PutHandle, PutReady
 from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore.api.wire.spin import SPIN_S, Spin
 from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
@@ -309,8 +309,8 @@ class Connection(Answers[asyncio.Future[Frame]]):
         except asyncio.CancelledError:
             if call.done.done() and not call.done.cancelled() and call.done.exception() is None:
                 header, meta, _ = call.done.result()  # the answer came in the same moment
-                if header.type is FrameType.PUT_READY:
-                    self._abort_late(meta)
+                self._undo_late(header.type, meta)
+            call.done.cancel()  # it is not yet, where the cancel came before it was waited for
             call.done.add_done_callback(_heard)
             await self._cancel(number)
             raise
@@ -365,16 +365,23 @@ class Connection(Answers[asyncio.Future[Frame]]):
         except KVStoreError as error:
             self._fail(error)
 
-    def _abort_late(self, meta: bytes) -> None:
-        task = asyncio.create_task(self._abort_put(unpack(PutReady, meta).handle))
+    def _undo_late(self, answer: FrameType, meta: bytes) -> None:
+        undo: tuple[FrameType, Message]
+        if answer is FrameType.PUT_READY:
+            undo = FrameType.ABORT, PutHandle(handle=unpack(PutReady, meta).handle)
+        elif answer is FrameType.MATCHED and (lease := unpack(Matched, meta).lease):
+            undo = FrameType.LEASE_RELEASE, LeaseRequest(lease=lease, quiet=True)
+        else:
+            return
+        task = asyncio.create_task(self._undo(*undo))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    async def _abort_put(self, handle: int) -> None:
+    async def _undo(self, frame_type: FrameType, message: Message) -> None:
         try:
-            await self._send(encode(FrameType.ABORT, next(self._numbers), pack(PutHandle(handle=handle))))
+            await self._send(encode(frame_type, next(self._numbers), pack(message)))
         except ConnectionLost:
-            pass  # then the daemon ends the put with the session
+            pass  # then the daemon ends it with the session
 
 
 def _heard(done: "asyncio.Future[tuple[Header, bytes, bytes]]") -> None:
