@@ -101,6 +101,8 @@ def _check_order(tree: RadixTree, above: int, below: int) -> None:
     pages = tree.pages
     assert (pages.flags[above] & GHOST) <= (pages.flags[below] & GHOST), f"page slot {below} has a ghost above it"
     assert pages.leases[above] >= pages.leases[below], f"page slot {below} is leased, the page before it is not"
+    assert pages.held[above] >= pages.held[below], f"page slot {below} is held, the page before it is not"
+    assert 0 <= pages.held[below] <= pages.leases[below], f"page slot {below} has more holds than leases"
     assert pages.retain[above] >= pages.retain[below], f"page slot {below} is retained longer than the page before it"
     assert (pages.flags[above] & DURABLE) >= (pages.flags[below] & DURABLE), f"page slot {below} is durable, the one before is not"
     assert pages.recency[above] > pages.recency[below] or pages.recency[below] == 0, f"page slot {below} is more recent than the one before"

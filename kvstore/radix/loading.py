@@ -103,7 +103,7 @@ class TreeLoad:
         pages.version[slots] = plan.version[at]
         pages.node[slots] = nodes
         pages.part[slots], pages.components[slots] = self._write_parts(at)
-        pages.leases[slots] = 0
+        pages.leases[slots] = pages.held[slots] = 0
         # Nobody knows when a page read back was used last; but the deepest must be the first to go.
         pages.recency[slots] = MAX_DEPTH - plan.depth[at]
         pages.retain[slots] = plan.retain[at]

@@ -56,6 +56,8 @@ class Pages:
         self.node: npt.NDArray[np.int32] = column(capacity, np.int32)
         self.part: npt.NDArray[np.int32] = column(capacity, np.int32)
         self.leases: npt.NDArray[np.int32] = column(capacity, np.int32)
+        self.held: npt.NDArray[np.int16] = column(capacity, np.int16)
+        """How many of the leases are only holds: the page stays in the tree, but nobody needs its bytes in DRAM."""
         self.recency: npt.NDArray[np.int64] = column(capacity, np.int64)
         self.retain: npt.NDArray[np.uint32] = column(capacity, np.uint32)
         self.flags: npt.NDArray[np.uint8] = column(capacity, np.uint8)
@@ -71,7 +73,8 @@ class Pages:
         return sum(a.itemsize * (a.shape[1] if a.ndim == 2 else 1) for a in self._moved())
 
     def _moved(self) -> tuple[npt.NDArray[Any], ...]:
-        fixed = (self.key, self.version, self.node, self.part, self.leases, self.recency, self.retain, self.flags, self.components)
+        leases = (self.leases, self.held)
+        fixed = (self.key, self.version, self.node, self.part, *leases, self.recency, self.retain, self.flags, self.components)
         return (*fixed, *self.part_recency, *self.kept.values())
 
     def move(self, source: int, target: int, count: int) -> None:

@@ -182,7 +182,7 @@ class TreeStructure:
         pages = self.pages
         pages.key[where] = np.frombuffer(new.keys, np.uint8).reshape(-1, KEY_BYTES)
         pages.node[where] = nodes
-        pages.leases[where] = pages.recency[where] = pages.retain[where] = 0
+        pages.leases[where] = pages.held[where] = pages.recency[where] = pages.retain[where] = 0
         for recency in pages.part_recency:
             recency[where] = 0
         self._fill(where, new)

@@ -249,6 +249,15 @@ class RadixTree(TreeStructure):
         self.pages.leases[self.path_run(path)] -= 1
         return path
 
+    def hold(self, path: Path) -> bytes:
+        """As `pin`, but only for the pages to stay in the tree: their bytes may leave DRAM. Undone by `let_go`."""
+        self.pages.held[self.path_run(path)] += 1
+        return self.pin(path)
+
+    def let_go(self, boundary_key: bytes) -> None:
+        """Undo one `hold`."""
+        self.pages.held[self.path_run(self.unpin(boundary_key))] -= 1
+
     def coldest(self, slots: Slots, count: int) -> Slots:
         """The `count` least recent of the given pages, coldest first: leaf-first LRU order (see `touch`)."""
         recency = self.pages.recency[slots]

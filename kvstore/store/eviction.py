@@ -38,7 +38,7 @@ class Unit:
         """Where its page is now; -1 if it is gone, or was used or leased since it was chosen."""
         tree = self.space.tree
         slot = -1 if self.space.dropped else tree.pages.find_key(self.key)
-        if slot < 0 or tree.pages.leases[slot]:
+        if slot < 0 or _needed(self.space, slot):
             return -1
         optional = zip(tree.rules.optional, tree.pages.part_recency, strict=True)
         columns = [tree.pages.recency] if self.required else [column for rule, column in optional if rule.bit & self.components]
@@ -112,7 +112,7 @@ def dram_victims(
 def _in_dram(space: Space, *, only_written: bool) -> _Units:
     tree, blobs = space.tree, space.blobs
     slots = tree.live_slots()
-    slots = slots[tree.pages.leases[slots] == 0]
+    slots = slots[tree.pages.leases[slots] == tree.pages.held[slots]]
     if only_written:
         slots = slots[~space.unwritten(slots)]
     owner, part = tree.parts.of(tree.pages.part[slots])
@@ -148,11 +148,17 @@ def _listed(space: Space, units: _Units) -> list[Unit]:
     return [Unit(space, space.tree.pages.key_bytes(slot), masks[group], *rest) for slot, group, *rest in columns]
 
 
+def _needed(space: Space, slot: int) -> bool:
+    """Whether a page is leased by somebody who needs its bytes."""
+    pages = space.tree.pages
+    return bool(pages.leases[slot] > pages.held[slot])
+
+
 def free_dram(unit: Unit) -> int:
     """Free the DRAM copies of a unit's blobs that are on SSD and not in use. Returns the bytes freed."""
     space = unit.space
     slot = space.tree.pages.find_key(unit.key)
-    if slot < 0 or space.tree.pages.leases[slot]:
+    if slot < 0 or _needed(space, slot):
         return 0
     freed = 0
     for row in space.rows_of(slot, unit.components):
@@ -163,11 +169,13 @@ def free_dram(unit: Unit) -> int:
 
 
 def drop(unit: Unit) -> bool:
-    """Give a unit up in all tiers, unless its page is leased or gone. False if the namespace does not let it go."""
+    """Give a unit up in all tiers, unless its page is leased or gone. False if a put or the namespace does not let it go."""
     space = unit.space
     slot = space.tree.pages.find_key(unit.key)
-    if slot < 0 or space.tree.pages.leases[slot]:
+    if slot < 0 or _needed(space, slot):
         return True
+    if space.tree.pages.leases[slot]:
+        return False
     if space.keeps_all or (unit.required and not space.tree.pages.flags[slot] & DURABLE and not space.may_discard(slot)):
         space.stats.kept_units += 1
         return False

@@ -356,7 +356,7 @@ class Put:
             call()
         self._tell_followers()
         for anchor in () if self.space.dropped else self._anchors:
-            self.space.tree.unpin(anchor)
+            self.space.tree.let_go(anchor)
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:

@@ -147,7 +147,7 @@ class Puts:
         tree, request = put.space.tree, put.request
         path = tree.match(request.tokens, request.extras, base)
         path = tree.open_path(path, request.tokens, request.extras, base.pages)
-        put.hold([tree.pin(path)] if path.pages else [], min(path.pages, put.total_pages))
+        put.hold([tree.hold(path)] if path.pages else [], min(path.pages, put.total_pages))
         return path
 
     def _wanted(self, put: Put, existing: Masks) -> npt.NDArray[np.bool_]:
@@ -392,5 +392,5 @@ def _hold_alone(put: Put) -> None:
     tree, slots = put.space.tree, slots_of(put)
     there = slots >= 0
     for slot in slots[there].tolist():
-        tree.pin(tree.path_to(slot))
+        tree.hold(tree.path_to(slot))
     put.hold([put.key(page) for page in np.flatnonzero(there).tolist()], len(slots) if there.all() else int(there.argmin()))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _log = logging.getLogger("kvstore.reading")
 _STAGING_BLOBS = 4
 _ROOM_WAIT_S = 0.1
 """So long a reader waits for room in DRAM, at most; then it reads around it."""
+_NO_ROOM_S = 1.0
+"""For so long after one has waited in vain, the next don't wait: a prefix larger than DRAM, leased, is read around it blob by blob."""
 _STOPS = "the daemon stops reading"
 
 
@@ -73,6 +76,7 @@ class Reading:
         self._stats = stats
         self._allocate = allocate
         self._room_wait_s = min(_ROOM_WAIT_S, wait_s)
+        self._no_room_until = 0.0
         self._writeback = writeback
         self._reads = reads
         self._loading: dict[tuple[int, int], tuple[Arriving, asyncio.Task[None]]] = {}
@@ -202,9 +206,12 @@ class Reading:
 
     async def _load_into_slot(self, space: Space, row: int, arriving: Arriving) -> None:
         stored = space.stored_bytes(row)
+        wait_s = self._room_wait_s if time.monotonic() >= self._no_room_until else 0.0
         try:
-            slot = await self._allocate(space, stored, self._room_wait_s)
+            slot = await self._allocate(space, stored, wait_s)
         except (Busy, NoSpace) as error:
+            if wait_s:
+                self._no_room_until = time.monotonic() + _NO_ROOM_S
             if space.blobs.slot[row] != NO_SLOT:
                 return
             raise Busy(error.message, retry_after_ms=error.retry_after_ms or 1000) from error  # it is read around DRAM then

@@ -51,6 +51,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree = RadixTree(ROOT_KEY, PAGE_TOKENS, 4096)
         self.model: dict[Labels, bytes] = {}
         self.pinned: list[tuple[bytes, Labels]] = []
+        self.held: list[tuple[bytes, Labels]] = []
+        """Those of them that are holds."""
         self.tick = 0
 
     def depth(self, labels: Labels) -> int:
@@ -88,11 +90,22 @@ class TreeMachine(RuleBasedStateMachine):
         if path.pages:
             self.pinned.append((self.tree.pin(path), labels[: path.pages]))
 
+    @rule(labels=labels_strategy)
+    def hold(self, labels: Labels) -> None:
+        path = self.tree.match(*encode(labels))
+        if path.pages:
+            self.pinned.append((self.tree.hold(path), labels[: path.pages]))
+            self.held.append(self.pinned[-1])
+
     @rule(which=st.integers(0, 5))
     def unpin(self, which: int) -> None:
         if self.pinned:
-            key, labels = self.pinned.pop(which % len(self.pinned))
-            assert self.tree.unpin(key).pages == len(labels)
+            key, labels = lease = self.pinned.pop(which % len(self.pinned))
+            if lease in self.held:
+                self.held.remove(lease)
+                self.tree.let_go(key)
+            else:
+                assert self.tree.unpin(key).pages == len(labels)
 
     @rule(labels=labels_strategy, at=st.integers(0, 8), to_ghosts=st.booleans())
     def remove(self, labels: Labels, at: int, to_ghosts: bool) -> None:
