@@ -344,7 +344,7 @@ async def test_buffers_are_let_go_of_in_a_thread() -> None:
     theirs, ours = socket.socketpair(socket.AF_UNIX)
     theirs.setblocking(False)
     ours.setblocking(False)
-    sender, channel, host = DescriptorChannel(theirs, 1), DescriptorChannel(ours, 1), SameHost()
+    sender, channel, host = DescriptorChannel(theirs, 1), DescriptorChannel(ours, 1), SameHost("unix:nowhere")
     peer = SameHostPeer(channel, host)
     buffer = SharedBuffer(4096)
     await sender.send_with(encode(FrameType.PING, 0, pack(Empty())), [buffer.descriptor])
