@@ -25,11 +25,14 @@ from kvstore.heap import keep_freed_memory
 from kvstore.machine import outgrows, read_disk, read_memory, tight, too_much
 from kvstore.recorder import Recorder
 from kvstore.store import Clock, Store, StoreConfig
+from kvstore.threads import started_pool
 
 _log = logging.getLogger("kvstore")
 
 _DRAIN_S = 1.0
 _MAX_UNIX_PATH = 107
+_DEFAULT_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""What Python takes, too: for what blocks and belongs to none of the other threads."""
 
 
 async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock | None = None) -> None:
@@ -43,6 +46,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
         loop.add_signal_handler(number, stop.set)
     _raise_descriptor_limit()
     keep_freed_memory()
+    loop.set_default_executor(started_pool(_DEFAULT_THREADS, "kvstore-other"))
     store_config = config.store_config()
     _say_what_was_chosen(store_config)
     guard = await _guard(config)

@@ -6,7 +6,6 @@ after the file has ended, is counted and left out: recording never holds up a re
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvstore.radix.pages import Slots
@@ -15,6 +14,7 @@ from kvstore.store import Space
 from kvstore.store.clock import Clock
 from kvstore.store.stats import Stats
 from kvstore.store.uses import Asked, Use
+from kvstore.threads import started_pool
 
 _log = logging.getLogger("kvstore.record")
 
@@ -39,7 +39,7 @@ class Recorder:
         self._file = RecordFile(file, max_bytes, keep)
         self._with_tokens = with_tokens
         self._clock = Clock()
-        self._thread = ThreadPoolExecutor(1, "kvstore-record")
+        self._thread = started_pool(1, "kvstore-record")
         self._stop = asyncio.Event()
         self._notes: list[Note] = []
         self._waiting_bytes = 0

@@ -148,7 +148,7 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
             async with asyncio.timeout(min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000):
                 await put.settled.wait()
         except TimeoutError:
-            pass  # commit() says which slices are missing
+            pass  # commit() says which slices are missing, or that they are still being written
     try:
         await context.store.put_begun(put, 0)
     except KVStoreError:  # spoilt, or there is no room: its client asks before it sends it again, and it must not take room beside that

@@ -22,6 +22,7 @@ from kvstore.api.wire.channel import Channel
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.same_host import host_id
 from kvstore.errors import BadRequest, Busy, NotFound
+from kvstore.threads import started_pool
 
 _log = logging.getLogger("kvstore.same_host")
 
@@ -43,7 +44,7 @@ class SameHost:
     def __init__(self, endpoint: str = "", users: frozenset[int] = frozenset()) -> None:
         self.endpoint = endpoint
         self._users = users | {os.geteuid()}
-        self._copiers: ThreadPoolExecutor | None = None
+        self._copiers = started_pool(COPIERS, "kvstore-copier") if endpoint else None
         self.lent = 0
         """Bytes of all buffers that are lent now, or not let go of yet."""
         self.buffers = 0
@@ -52,15 +53,13 @@ class SameHost:
     @property
     def copiers(self) -> ThreadPoolExecutor:
         """The threads that copy out of clients' buffers, and let go of them."""
-        if self._copiers is None:
-            self._copiers = ThreadPoolExecutor(COPIERS, "kvstore-copier")
+        assert self._copiers is not None, "no shared memory is offered"
         return self._copiers
 
     def close(self) -> None:
         """End the threads, once they are done. Blocking."""
         if self._copiers is not None:
             self._copiers.shutdown()
-            self._copiers = None
 
     def take_over(self, descriptor: int, nbytes: int) -> "ClientBuffer":
         """A buffer out of a client's descriptor. Raises BadRequest or Busy; the descriptor is closed then."""

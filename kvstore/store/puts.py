@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, blob_id
-from kvstore.errors import BadDigest, BadRequest, Cancelled, KVStoreError, NotFound
+from kvstore.errors import BadDigest, BadRequest, Busy, Cancelled, KVStoreError, NotFound
 from kvstore.kvspec import PartRange, SliceLayout
 from kvstore.store.late_digests import LateDigests
 from kvstore.store.pending import Pending
@@ -25,6 +25,9 @@ from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena
 
 _log = logging.getLogger("kvstore.store")
+
+_WRITTEN_MS = 100
+"""After so long, who commits too early may try again."""
 
 
 class Put:
@@ -280,13 +283,15 @@ class Put:
     # --- ending --------------------------------------------------------------------------------------------------------
 
     def check_complete(self) -> None:
-        """Raise what stands against a commit."""
+        """Raise what stands against a commit: Busy while slices are still being copied or received."""
         if self._error is not None:
             raise self._error
         if self.closed:
             raise Cancelled(f"put {self.handle} has ended")
         if self._missing:
             row, index = (int(i[0]) for i in np.nonzero(~self._received))
+            if self._writers:
+                raise Busy(f"{self._missing} slices are not there yet, and some of them are just being written", retry_after_ms=_WRITTEN_MS)
             raise BadRequest(f"{self._missing} slices have not arrived, the first is slice {index} of page {self.first_page + row}")
 
     def in_dram_already(self) -> list[int]:

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import lmdb
 
 from kvstore.errors import DiskFailing
 from kvstore.lmdb_files import STRUCTURAL
+from kvstore.threads import started_pool
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ class RecipeThreads:
     def __init__(self, readers: Executor, damaged: Callable[[], None]) -> None:
         self._readers = readers
         self._damaged = damaged
-        self._writer = ThreadPoolExecutor(1, "kvstore-recipes")
+        self._writer = started_pool(1, "kvstore-recipes")
         self._lock = asyncio.Lock()
         self._left: asyncio.Future[Any] | None = None
         """A write whose caller was cancelled, and which may go on."""

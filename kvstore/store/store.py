@@ -54,6 +54,7 @@ from kvstore.store.uses import Uses
 from kvstore.store.vacate import Vacator
 from kvstore.store.why import Why, why
 from kvstore.store.writeback import Writeback
+from kvstore.threads import started_pool
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.policies.make import make_policies
 from kvstore.tiers.ssd import BlobFile
@@ -97,8 +98,8 @@ class Store:
         self.quotas = Quotas(config.quotas)
         self._trash = Trash()
         self._arena = Arena(config.dram_bytes, config.segment_bytes)
-        self._writer = ThreadPoolExecutor(1, "kvstore-writer")
-        self._readers = ThreadPoolExecutor(config.reader_threads, "kvstore-reader")
+        self._writer = started_pool(1, "kvstore-writer")
+        self._readers = started_pool(config.reader_threads, "kvstore-reader")
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

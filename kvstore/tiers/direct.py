@@ -66,7 +66,8 @@ class DirectFile:
     def read(self, at: int, nbytes: int) -> Iterator[memoryview | None]:
         """The bytes from `at` on, to be copied; None if the file system does not read so after all, or there is no memory to read into.
 
-        Fewer than `nbytes` where the file ends before. Raises OSError.
+        Fewer than `nbytes` where the file ends before, or where the system gave a part of a page: so nothing can be read behind that.
+        Raises OSError.
         """
         start = at & -_PAGE
         size = -(-(at + nbytes - start) // _PAGE) * _PAGE

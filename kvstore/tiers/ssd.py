@@ -10,7 +10,6 @@ import struct
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from kvstore.lmdb_files import (
     writing,
 )
 from kvstore.lmdb_find import Damaged, Overtaken, Place, find_values
+from kvstore.threads import started_pool
 from kvstore.tiers import Usage
 from kvstore.tiers.extents import PAGE_HEADER, ExtentFile
 from kvstore.tiers.together import Together
@@ -82,13 +82,17 @@ class BlobFile:
         self.extent_bytes = extent_bytes
         self._map_bytes = capacity + capacity // 10 + (256 << 20)
         self._gate = Gate()
-        self._open()
+        self._partners = started_pool(_PARTNERS, "kvstore-reader-2nd")
+        try:
+            self._open()
+        except BaseException:
+            self._partners.shutdown(wait=False)
+            raise
 
     def _open(self) -> None:
         self._env = open_environment(self._path, self._map_bytes, entry_bytes=self.extent_bytes, max_spare_txns=8, max_readers=126)
         self._extents: int = self._env.stat()["entries"]
         self._file = ExtentFile(self._path / DATA_FILE, self.extent_bytes)
-        self._partners = ThreadPoolExecutor(_PARTNERS, "kvstore-reader-2nd")
         self._page_bytes: int = self._env.stat()["psize"]
 
     @classmethod
@@ -100,7 +104,7 @@ class BlobFile:
         with file._env.begin() as txn, txn.cursor() as cursor:
             file.extent_bytes = len(cursor.value()) if cursor.first() else DEFAULT_EXTENT_BYTES
         file._file = ExtentFile(path / DATA_FILE, file.extent_bytes)
-        file._partners = ThreadPoolExecutor(_PARTNERS, "kvstore-reader-2nd")
+        file._partners = started_pool(_PARTNERS, "kvstore-reader-2nd")
         file._extents = file._env.stat()["entries"]
         file.capacity = file._extents * file.extent_bytes
         return file
@@ -108,6 +112,9 @@ class BlobFile:
     def close(self) -> None:
         """Close the environment."""
         self._partners.shutdown()
+        self._close_files()
+
+    def _close_files(self) -> None:
         self._env.close()
         self._file.close()
 
@@ -119,7 +126,7 @@ class BlobFile:
 
     def _open_anew(self) -> lmdb.Environment:
         with self._gate.alone():
-            self.close()
+            self._close_files()
             self._open()
         return self._env
 

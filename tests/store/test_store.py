@@ -302,6 +302,24 @@ async def test_first_commit_wins(tmp_path: Path) -> None:
         check(store)
 
 
+async def test_a_commit_while_slices_are_being_written_is_busy_and_not_wrong(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        for still_written in (True, False):
+            under_way = await store.begin_put(OWNER, space, PutRequest(b"a" * 16, tokens_of((1,)), {}, 0, PARTS, Ack.MEMORY))
+            sizes = SPEC.slice_layout(PARTS[0]).sizes
+            under_way.locate(0, 0, 0, sum(sizes), len(sizes))
+            if not still_written:
+                under_way.release_writer(0, 0, 0, len(sizes))
+            with pytest.raises(Busy if still_written else BadRequest) as caught:
+                await store.commit_put(under_way)
+            assert bool(caught.value.retry_after_ms) == still_written
+            assert under_way.closed
+            if still_written:
+                under_way.release_writer(0, 0, 0, len(sizes))
+        check(store)
+
+
 async def test_a_put_needs_its_parent(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named())

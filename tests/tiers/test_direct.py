@@ -108,6 +108,42 @@ def test_a_file_system_that_refuses_is_read_otherwise(tmp_path: Path, monkeypatc
             blob_file.close()
 
 
+@pytest.mark.parametrize("nbytes", [100, 4096, 5000])
+def test_a_read_that_comes_short_is_no_end_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """read(2) may always give less, and past the page cache a read can go on only at whole pages."""
+    blob_file = BlobFile(tmp_path, 64 * MIB)
+    blob, stored = make_blob()
+    blob_file.commit(BlobBatch(put=[(1, blob, stored)]))
+    forget(tmp_path / "data.mdb")
+    real_preadv, short = os.preadv, 0
+
+    def come_short(fd: int, buffers: list[memoryview], at: int) -> int:
+        nonlocal short
+        if len(buffers[0]) > MIB:
+            short += 1
+            return min(nbytes, real_preadv(fd, buffers, at))
+        return real_preadv(fd, buffers, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", come_short)
+        assert read(blob_file, blob) == stored
+    blob_file.close()
+    if not short:
+        pytest.skip("the file system has no O_DIRECT")
+
+
+def test_a_blob_file_that_was_cut_short_is_known_as_such(tmp_path: Path) -> None:
+    blob_file = BlobFile(tmp_path, 64 * MIB)
+    blob, stored = make_blob()
+    blob_file.commit(BlobBatch(put=[(1, blob, stored)]))
+    at = (tmp_path / "data.mdb").read_bytes().index(stored[4 * MIB : 4 * MIB + 64].tobytes())
+    os.truncate(tmp_path / "data.mdb", at)
+    forget(tmp_path / "data.mdb")
+    with pytest.raises(Corrupt, match="ends at"):
+        read(blob_file, blob)
+    blob_file.close()
+
+
 def make_blob(seed: int = 3) -> tuple[bytes, memoryview]:
     payload = np.random.default_rng(seed).bytes(5 * MIB)
     table = b"".join(slice_digest(payload[at : at + MIB]) for at in range(0, 5 * MIB, MIB))

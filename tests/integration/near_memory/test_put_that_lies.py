@@ -165,8 +165,8 @@ async def test_a_late_digest_that_is_wrong_spoils_the_put(daemon: DaemonProcess,
     await put.copy_unsaid(buffer, quiet=not copied_first)
     with pytest.raises(BadDigest, match="slice 1"):
         await put.commit(digests_of(data))
-    with pytest.raises(BadDigest):
-        await put.commit(digests_of(changed))  # the first word counts
+    with pytest.raises(NotFound):
+        await put.commit(digests_of(changed))  # the first word counts: it ended the put
     assert await pages_of(namespace, 52) == 0
     os.close(descriptor)
     await put.connection.close()
@@ -344,7 +344,7 @@ async def test_buffers_are_let_go_of_in_a_thread() -> None:
     theirs, ours = socket.socketpair(socket.AF_UNIX)
     theirs.setblocking(False)
     ours.setblocking(False)
-    sender, channel, host = DescriptorChannel(theirs, 1), DescriptorChannel(ours, 1), SameHost()
+    sender, channel, host = DescriptorChannel(theirs, 1), DescriptorChannel(ours, 1), SameHost("unix:nowhere")
     peer = SameHostPeer(channel, host)
     buffer = SharedBuffer(4096)
     await sender.send_with(encode(FrameType.PING, 0, pack(Empty())), [buffer.descriptor])
