@@ -165,8 +165,8 @@ async def test_a_late_digest_that_is_wrong_spoils_the_put(daemon: DaemonProcess,
     await put.copy_unsaid(buffer, quiet=not copied_first)
     with pytest.raises(BadDigest, match="slice 1"):
         await put.commit(digests_of(data))
-    with pytest.raises(BadDigest):
-        await put.commit(digests_of(changed))  # the first word counts
+    with pytest.raises(NotFound):
+        await put.commit(digests_of(changed))  # the first word counted, and ended it
     assert await pages_of(namespace, 52) == 0
     os.close(descriptor)
     await put.connection.close()
