@@ -163,10 +163,10 @@ class Put:
         return 0 <= row < len(self._wanted) and 0 <= part < len(self._layouts) and bool(self._wanted[row, part])
 
     def add_slot(self, page: int, part: int, slot: int) -> None:
-        """Take over a DRAM slot. Raises Cancelled (and frees the slot) if the put ended while it was being allocated."""
+        """Take over a DRAM slot. Raises why the put ended (and frees the slot) if it did while it was being allocated."""
         if self.closed:
             self._arena.free(slot)
-            raise Cancelled(f"put {self.handle} has ended")
+            raise self.why_ended
         self._slots[page - self.first_page, part] = slot
 
     # --- receiving -----------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Put:
         `release_writer`.
         """
         if self.closed:
-            raise Cancelled(f"put {self.handle} has ended")
+            raise self.why_ended
         row = page - self.first_page
         if not 0 <= part < len(self._layouts):
             raise BadRequest(f"part {part} does not exist: this put has {len(self._layouts)} a page")
@@ -230,7 +230,7 @@ class Put:
         self._writers -= 1
         if self.closed:
             self._free_if_idle()
-            raise Cancelled(f"put {self.handle} has ended")
+            raise self.why_ended
         if claimed is None:
             claimed = self._late.found((page, part, first_slice), digests)
         if claimed is not None:
@@ -272,8 +272,13 @@ class Put:
         """What spoilt it."""
         return self._error
 
+    @property
+    def why_ended(self) -> KVStoreError:
+        """What a request of its client hears that finds it ended: what spoilt it, or Cancelled if it was given up."""
+        return self._error or Cancelled(f"put {self.handle} has ended")
+
     def fail(self, error: KVStoreError) -> None:
-        """Spoil the put: its commit will raise the first such error."""
+        """Spoil the put: its commit, and whatever else comes too late for it, will raise the first such error."""
         self._error = self._error or error
         self.settled.set()
 
@@ -284,10 +289,8 @@ class Put:
 
     def check_complete(self) -> None:
         """Raise what stands against a commit: Busy while slices are still being copied or received."""
-        if self._error is not None:
-            raise self._error
-        if self.closed:
-            raise Cancelled(f"put {self.handle} has ended")
+        if self._error is not None or self.closed:
+            raise self.why_ended
         if self._missing:
             row, index = (int(i[0]) for i in np.nonzero(~self._received))
             if self._writers:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES
-from kvstore.errors import BadRequest, Busy, Cancelled, NoSpace, NotFound, UnknownNamespace
+from kvstore.errors import BadRequest, Busy, KVStoreError, NoSpace, NotFound, UnknownNamespace
 from kvstore.radix.components import Masks
 from kvstore.radix.pages import Slots
 from kvstore.radix.values import EMPTY_PATH, Path
@@ -114,9 +114,9 @@ class Puts:
                 raise UnknownNamespace(f"namespace {space.settings.name!r} was dropped")
         except BaseException as error:
             self._count_refusal(error)
+            if isinstance(error, KVStoreError):
+                put.fail(error)  # what was sent behind it is told that, too
             self.abort(put)
-            if isinstance(error, Cancelled) and put.error is not None:
-                raise put.error from None  # that is why it ended
             raise
         put.ready = True
         put.begun.set()
@@ -165,7 +165,7 @@ class Puts:
     def _count_in_flight(self, put: Put, nbytes: int) -> None:
         """From now until it ends, what the put takes in DRAM is in flight. Raises Busy or NoSpace by the tenant's quota."""
         if put.closed:
-            raise Cancelled(f"put {put.handle} has ended")
+            raise put.why_ended
         tenant = put.space.settings.tenant
         self._quotas.start_put(tenant, nbytes)
         put.at_end.append(lambda: self._quotas.end(tenant, nbytes))
@@ -196,7 +196,7 @@ class Puts:
 
     @staticmethod
     async def begun(put: Put, wait_s: float) -> None:
-        """Wait until a put that is sent at once can take what is sent. Raises Busy, Cancelled if it has ended, or what spoilt it."""
+        """Wait until a put that is sent at once can take what is sent. Raises Busy, or why it has ended or will."""
         if put.error is not None:
             raise put.error
         if not put.ready:
@@ -205,8 +205,8 @@ class Puts:
                     await put.begun.wait()
             except TimeoutError:
                 raise Busy("there is no room for the put yet", retry_after_ms=50) from None
-        if put.closed:
-            raise Cancelled(f"put {put.handle} has ended")
+        if put.error is not None or put.closed:  # meanwhile
+            raise put.why_ended
 
     async def commit(self, put: Put, wait_s: float = 0.0) -> PutResult:
         """Make the put's pages visible, as far as other shards do not lack; wait for those up to `wait_s`.
@@ -366,6 +366,7 @@ class Puts:
     def end_space(self, space: Space) -> None:
         """A namespace is dropped."""
         for put in self.of_space(space):
+            put.fail(UnknownNamespace(f"namespace {space.settings.name!r} was dropped"))
             self.abort(put)
         for assembly in self.assemblies.of_space(space):
             self.assemblies.drop(assembly)
