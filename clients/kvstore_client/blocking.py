@@ -19,6 +19,7 @@ from kvstore_client.client import RECONNECT_S, AsyncClient
 from kvstore_client.direct import Direct, Elsewhere
 from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.fetching import OnGroup
+from kvstore_client.links import Link
 from kvstore_client.loop_thread import LoopThread
 from kvstore_client.match import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
@@ -102,6 +103,11 @@ class Client:
     def inner(self) -> AsyncClient:
         """The asynchronous client, to be used on this client's loop."""
         return self._client
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The links to the daemon, and what went over each so far."""
+        return self._client.links
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on this client's loop. Raises BadRequest if that is in another process, as after a fork."""
@@ -196,6 +202,10 @@ class Match:
     def valid(self) -> bool:
         """Whether the lease still holds, as far as can be known here."""
         return self.inner.valid
+
+    def there(self) -> list[int]:
+        """The pages that there are parts of: all of them, but for a match with holes."""
+        return self.inner.there()
 
     def parts(self) -> Iterator[tuple[int, PartRange, bytes]]:
         """Every part to load, as page, range and blob id."""

@@ -7,7 +7,6 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 
 from kvstore.api.wire import PartRange
-from kvstore.api.wire.messages import Committed
 from kvstore_client import session, streams
 from kvstore_client.estimate import Estimate
 from kvstore_client.fetching import OnGroup
@@ -51,9 +50,9 @@ class PutStream(_Stream[streams.PutStream]):
         """Send the layers [lo, hi) of all pages."""
         self._run(self.inner.send(layer_lo, layer_hi, data, timeout=timeout))
 
-    def commit(self, *, timeout: float | None = None) -> Committed:
+    def commit(self, *, timeout: float | None = None) -> PutResult:
         """Make the pages count."""
-        done: Committed = self._run(self.inner.commit(timeout=timeout))
+        done: PutResult = self._run(self.inner.commit(timeout=timeout))
         return done
 
 

@@ -43,10 +43,10 @@ _RELEASE_S = 5.0
 class Deadline:
     """Bounds what is waited for in its block, by a timer or by the line. Not a generator: it is in the way of every small request."""
 
-    __slots__ = ("_endpoint", "_seconds", "_timeout")
+    __slots__ = ("_client", "_seconds", "_timeout")
 
-    def __init__(self, endpoint: str, seconds: float) -> None:
-        self._endpoint = endpoint
+    def __init__(self, client: "AsyncClient", seconds: float) -> None:
+        self._client = client
         self._seconds = seconds
         self._timeout: asyncio.Timeout | None = None
 
@@ -54,6 +54,8 @@ class Deadline:
         if (line := current()) is not None:
             line.bound(self._seconds)
         else:
+            if self._client.loop is not (loop := asyncio.get_running_loop()):
+                self._client.take_loop(loop)
             self._timeout = await asyncio.timeout(self._seconds).__aenter__()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -65,11 +67,11 @@ class Deadline:
         if isinstance(error, TimeoutError):
             why = blamed(error)
             said = f": {why.code}: {why.message}" if why is not None else ""
-            raise DeadlineExceeded(f"no answer from {self._endpoint} within {self._seconds:g} s{said}") from why
+            raise DeadlineExceeded(f"no answer from {self._client.pool.endpoint} within {self._seconds:g} s{said}") from why
 
 
 class AsyncClient:
-    """A client of one daemon. Use it as an async context manager, or call `close`.
+    """A client of one daemon. Use it as an async context manager, or call `close`. It is of the event loop that it is first used in.
 
     Without an `endpoint` it is that of `KVSTORE_ENDPOINT` in the environment, else 127.0.0.1:7421.
     `connections` carry stripes in parallel. `timeout` (seconds) bounds every call that gives none; when it passes, the
@@ -119,6 +121,8 @@ class AsyncClient:
         self._buffers = Buffers()
         self._told: Connection | None = None
         """What was told over it the daemon may not have got to yet."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """That its connections are of, once it was used."""
 
     async def __aenter__(self) -> "AsyncClient":
         try:
@@ -136,9 +140,28 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close all connections; the daemon ends this client's leases and puts."""
+        if self.loop not in (None, asyncio.get_running_loop()):
+            await self._close_elsewhere()
+            return
         await self._same_host.close()
         self._buffers.close()
         await self._pool.close()
+
+    async def _close_elsewhere(self) -> None:
+        """Close in the loop that the connections are of; if it does not run any more, nobody is left there to be waited for."""
+        if self.loop is not None and self.loop.is_running():
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.close(), self.loop))
+            return
+        self._same_host.drop()
+        self._buffers.close()
+        self._pool.drop()
+
+    def take_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Be a client of this event loop. Raises BadRequest if it is one of another."""
+        if self.loop is not None and self.loop is not loop:
+            how = "has ended" if self.loop.is_closed() else "is not this one"
+            raise BadRequest(f"this client is of an event loop that {how}: make a client in this one")
+        self.loop = loop
 
     def buffer(self, nbytes: int) -> SharedBuffer:
         """Memory to compute pages in: what lies in its `array` is put without being sent, if the daemon is on this machine.
@@ -181,7 +204,7 @@ class AsyncClient:
 
     def deadline(self, timeout: float | None) -> "Deadline":
         """Bound a call: `async with`. Raises DeadlineExceeded."""
-        return Deadline(self._pool.endpoint, self.timeout if timeout is None else timeout)
+        return Deadline(self, self.timeout if timeout is None else timeout)
 
     async def call(
         self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"", timeout: float | None = None

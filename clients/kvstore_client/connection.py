@@ -1,6 +1,7 @@
 """One connection to a daemon: handshake, requests in flight, and the task that reads replies."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -147,6 +148,14 @@ class Connection(Answers[asyncio.Future[Frame]]):
             await asyncio.gather(self._reader, return_exceptions=True)
         self._fail(ConnectionLost("the connection was closed"))
         self._channel.close()
+
+    def drop(self) -> None:
+        """As `close`, where its event loop does not run any more."""
+        with contextlib.suppress(RuntimeError):  # it has no use for its ends
+            self._fail(ConnectionLost("the connection was closed"))
+        with contextlib.suppress(RuntimeError):
+            self._channel.close()
+        self._channel.sock.close()
 
     @property
     def local(self) -> bool:

@@ -66,6 +66,16 @@ class Namespace(TextCalls):
             found = self._shapes[stored, wanted] = PageShape(page_parts(self.spec, stored, wanted))
         return found
 
+    def _check_own(self, match: Match) -> None:
+        """Raise BadRequest for a match of another client or namespace: its lease, its places in memory and its pages are not ours."""
+        other = match.namespace
+        if other is self:
+            return
+        if other.client is not self.client:
+            raise BadRequest("this match is of another client, and its lease with it: match with this one")
+        if other.id != self.id:
+            raise BadRequest(f"this match is of the namespace {other.name!r}, not of {self.name!r}: match in this one")
+
     async def drop(self) -> None:
         """Forget the namespace and everything in it."""
         await self.client.call(FrameType.NAMESPACE_DROP, NamespaceName(namespace=self.id), Empty)
@@ -87,6 +97,8 @@ class Namespace(TextCalls):
         waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it. `holes` asks a flat namespace
         for all pages of the list that are there (`match.there()`), and not for its front only.
         """
+        if base is not None:
+            self._check_own(base)
         extra_pages, payload = with_extras(token_view(tokens), extras)
         near = bool(lease_s and parts) and await self._near(timeout)
         message = MatchRequest(
@@ -144,6 +156,7 @@ class Namespace(TextCalls):
 
         Raises NotFound (Corrupt) if something is no longer there (did not verify): treat it as a miss.
         """
+        self._check_own(match)
         wanted = wanted or self.spec.whole()
         self.spec.check_range(wanted)
         if priority not in (None, "interactive", "bulk"):
@@ -178,6 +191,7 @@ class Namespace(TextCalls):
         By default all pages on which the component is needed. What is on SSD is brought up first. Only for a leased match, with a
         daemon on this machine: raises Unsupported without shared memory, NotFound for what is not there (any more).
         """
+        self._check_own(match)
         if (view := view_now(match, component, pages)) is not None:
             return view
         async with self.client.deadline(timeout):
@@ -186,6 +200,7 @@ class Namespace(TextCalls):
     @checked(match=instance(Match, optional=False))
     def view_now(self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None) -> LocalView | None:
         """As `view`, if the daemon need not be asked, which is the rule for what is in DRAM; else None."""
+        self._check_own(match)
         return view_now(match, component, pages)
 
     @checked(base=instance(Match), recipe=instance(Given))
@@ -214,6 +229,8 @@ class Namespace(TextCalls):
 
         Raises MissingParent if the pages before are not in the store, and NoSpace.
         """
+        if base is not None:
+            self._check_own(base)
         if put_id is None:
             check_alone(self.spec, parts)
         parts, raw = parts or (self.spec.whole(),), token_view(tokens)

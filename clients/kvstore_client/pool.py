@@ -108,6 +108,14 @@ class Pool:
         await asyncio.gather(*(connection.close() for connection in open_ones))
         await asyncio.gather(*self._closing, return_exceptions=True)  # some of them were cancelled
 
+    def drop(self) -> None:
+        """As `close`, where the event loop of the connections does not run any more."""
+        self.closed = True
+        for connection in self._slots:
+            if connection is not None:
+                connection.drop()
+        self._slots = [None] * len(self._slots)
+
     async def connection(self, slot: int = 0) -> Connection:
         """The live connection in a slot, opened if need be (one attempt)."""
         async with self._locks[slot]:

@@ -173,8 +173,8 @@ class AsyncRebuildWorker:
             await asyncio.shield(self._hand_back(job))
             raise
         except Exception as raised:  # noqa: BLE001 - whatever it is, the job is for another worker then
-            _log.warning("pages [%d, %d) can't be computed again: %s", job.first_page, job.last_page, raised)
             error = raised.message if isinstance(raised, KVStoreError) else f"{type(raised).__name__}: {raised}"
+            _log.warning("pages [%d, %d) can't be computed again: %s", job.first_page, job.last_page, error)
         self.failed += bool(error)
         self.done += not error
         figures = [(dtype, d.elements, d.differing, d.not_finite, d.max_abs, d.sum_abs) for dtype, d in drift]

@@ -113,6 +113,13 @@ class SameHost:
             self._connection = None
         self._forget_all()
 
+    def drop(self) -> None:
+        """As `close`, where the event loop of the connection does not run any more."""
+        if self._connection is not None:
+            self._connection.drop()
+            self._connection = None
+        self._forget_all()
+
     @property
     def now(self) -> Connection | None:
         """The connection, if it is there at this moment."""

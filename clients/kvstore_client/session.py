@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.api.wire import Ended, Hints, KVStoreError, NotFound, PartRange
+from kvstore.api.wire import BadRequest, Ended, Hints, KVStoreError, NotFound, PartRange
 from kvstore_client.estimate import Costs, Estimate
 from kvstore_client.tokens import Tokens, token_view
 from kvstore_client.transfer import Progress
@@ -37,6 +37,7 @@ class Session:
         self.lease_s = lease_s
         self._tokens = bytearray()
         self._match: Match | None = None
+        self._closed = False
 
     async def __aenter__(self) -> "Session":
         return self
@@ -45,7 +46,11 @@ class Session:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the lease; the pages stay."""
+        """Let go of the lease; the pages stay. The session ends."""
+        self._closed = True
+        await self._let_go()
+
+    async def _let_go(self) -> None:
         match, self._match = self._match, None
         if match is not None:
             await match.release()
@@ -75,6 +80,7 @@ class Session:
 
         If that fails the conversation is as it was: extend it again.
         """
+        self._raise_if_closed()
         before = len(self._tokens)
         self._tokens += token_view(tokens)
         try:
@@ -83,6 +89,10 @@ class Session:
             del self._tokens[before:]
             raise
         return self.pages
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise BadRequest("this session was closed: make another, and extend it by its tokens")
 
     async def _seek(self) -> None:
         old = self._match
@@ -106,6 +116,7 @@ class Session:
 
     async def fetch(self, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, **options: Any) -> int:
         """Fetch pages up to the cursor (see Namespace.fetch)."""
+        self._raise_if_closed()
         if self._match is None:
             await self._seek()
         assert self._match is not None
@@ -115,6 +126,7 @@ class Session:
         self, data: Any, *, durable: bool = False, ended: Ended | None = None, progress: Progress | None = None, **options: Any
     ) -> "PutResult":
         """Put the whole pages after the cursor, and move it to their end. Only their tokens travel. `ended` says how the turn did."""
+        self._raise_if_closed()
         options = {"durable": durable, "progress": progress, "hints": replace(self.hints, ended=ended), **options}
         page_bytes = self.namespace.spec.label_words * 4
         new = self._after(self.pages)
@@ -131,7 +143,7 @@ class Session:
         """The conversation will not go on from a page, or a token, on, as after a compaction: its own pages are the first to go."""
         spec, tokens = self.namespace.spec, bytes(self._tokens)
         first = spec.first_page(from_page, from_token)
-        await self.close()
+        await self._let_go()
         pages = await self.namespace.abandon(tokens, from_page=first)
         words = first * spec.label_words if from_token is None or spec.hash_bytes else from_token
         del self._tokens[words * 4 :]

@@ -24,6 +24,7 @@ from kvstore.api.wire.messages import Commit, Committed, Empty, Follow, Followed
 from kvstore_client.arguments import checked, readable, writable
 from kvstore_client.blocks import Block, PageBlobs, PageShape
 from kvstore_client.plan import FetchPlan, layer_groups, page_parts
+from kvstore_client.put import PutResult, in_all
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, with_extras
@@ -83,8 +84,7 @@ class PutStream:
     @property
     def pages(self) -> tuple[int, int]:
         """The pages [first, last) of the put."""
-        assert self._ready is not None, "enter the stream first"
-        return self._message.first_page, self._ready.total_pages
+        return self._message.first_page, self._entered().total_pages
 
     @checked()
     async def send(self, layer_lo: int, layer_hi: int, data: Any, *, timeout: float | None = None) -> None:
@@ -92,7 +92,7 @@ class PutStream:
 
         Raises BadRequest if slices do not begin and end there.
         """
-        assert self._ready is not None, "enter the stream first"
+        ready = self._entered()
         self._raise_if_ended()
         first_page, last_page = self.pages
         layer = self._namespace.spec.layer_bytes(self._part)
@@ -109,14 +109,19 @@ class PutStream:
         first_slice, last_slice = offsets.index(low), offsets.index(high)
         frames = [
             frame
-            for _, first, last in self._ready.wanted
+            for _, first, last in ready.wanted
             for page in range(first, last)
             for frame in self._frames(page, first_slice, last_slice, (page - first_page) * (high - low) - low)
         ]
         client = self._namespace.client
         self._unsent -= set(range(first_slice, last_slice))
         async with client.deadline(timeout):
-            await send_striped(client.pool, self._ready.handle, frames, source)
+            await send_striped(client.pool, ready.handle, frames, source)
+
+    def _entered(self) -> PutReady:
+        if self._ready is None:
+            raise BadRequest("this put has not begun: enter it by `with`, or `async with`")
+        return self._ready
 
     def _raise_if_ended(self) -> None:
         if self._ended:
@@ -143,14 +148,14 @@ class PutStream:
         return frames
 
     @checked()
-    async def commit(self, *, timeout: float | None = None) -> Committed:
+    async def commit(self, *, timeout: float | None = None) -> PutResult:
         """Make the pages count: new, existing and pending ones (other shards are still to come). Raises what went wrong.
 
         Raises BadRequest, and the put goes on, if layers have not been sent yet.
         """
-        assert self._ready is not None, "enter the stream first"
+        ready = self._entered()
         self._raise_if_ended()
-        if self._unsent and self._ready.wanted:
+        if self._unsent and ready.wanted:
             low, high = self._layers_of(min(self._unsent))
             raise BadRequest(
                 f"commit before all layers were sent: [{low}, {high}) are the first that are missing ({len(self._unsent)} of "
@@ -160,10 +165,10 @@ class PutStream:
         async with client.deadline(timeout):
             connection = await client.pool.first()
             # the wait is for slices on other connections
-            commit = Commit(handle=self._ready.handle, wait_ms=10_000, whole_ms=milliseconds(self._whole_s))
+            commit = Commit(handle=ready.handle, wait_ms=10_000, whole_ms=milliseconds(self._whole_s))
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
         self._ended = True
-        return committed
+        return in_all([committed])
 
 
 class Follower:
@@ -212,6 +217,10 @@ class Follower:
             except KVStoreError:
                 pass  # it is not asked how it ended, only that the daemon may let go of it
 
+    def _raise_if_not_entered(self) -> None:
+        if self.pages == (0, 0):
+            raise BadRequest("nothing is followed yet: enter it by `with`, or `async with`")
+
     def _sources(self, page: int) -> list[tuple[PartRange, bytes]]:
         """The parts that are being sent of a page, each with its provisional name."""
         return [
@@ -247,6 +256,7 @@ class Follower:
         `wanted` is a range inside that of the follower (by default all of it): several accelerators each fetch their own with
         one follower. Raises NotFound as soon as it is known that the rest will not come.
         """
+        self._raise_if_not_entered()
         first, last = pages or self.pages
         if not self.pages[0] <= first < last <= self.pages[1]:
             raise BadRequest(f"pages [{first}, {last}) of a stream of the pages [{self.pages[0]}, {self.pages[1]})")
@@ -280,6 +290,7 @@ class Follower:
     @checked()
     async def committed(self, *, timeout: float | None = None) -> None:
         """Wait until all puts that were followed are committed. Raises NotFound if one is not: what was read is void then."""
+        self._raise_if_not_entered()
         seconds = self._timeout if timeout is None else timeout
         while self._puts:
             message = Outcome(handle=self._puts[0].handle, wait_ms=int(seconds * 1000))

@@ -10,8 +10,8 @@ _LONG_S = 0.5
 """A meter that is never idle takes a sample so often."""
 START_LINK_BYTES_S = START_SSD_BYTES_S = float(1 << 30)
 """Until something was measured: a link of about 10 Gbit/s, and a disk of some years ago."""
-_LEAST_LINK_BYTES = 256 << 10
-"""Less tells of the round trip, not of the link."""
+_LEAST_BYTES = 256 << 10
+"""Less tells of the round trip, or of how long the disk takes to begin, not of the rate."""
 _MOST_TOLD_BYTES = 1 << 30
 """What a client says of itself weighs no more than so much."""
 _TOLD_BYTES_S = 1 << 20, 1 << 37
@@ -75,7 +75,7 @@ class Rates:
     def __init__(self) -> None:
         self.link = Rate(START_LINK_BYTES_S)
         self.ssd = Rate(START_SSD_BYTES_S)
-        self.reads = Meter(self.ssd)
+        self.reads = Meter(self.ssd, least_bytes=_LEAST_BYTES)
         self._links: dict[str, Rate] = {}
 
     def link_of(self, tenant: str) -> Rate:
@@ -89,7 +89,7 @@ class ClientLink:
     def __init__(self, rates: Rates, tenant: str) -> None:
         self._tenant = rates.link_of(tenant)
         self._own = Rate(START_LINK_BYTES_S)
-        self.meter = Meter(self._own, self._tenant, rates.link, least_bytes=_LEAST_LINK_BYTES)
+        self.meter = Meter(self._own, self._tenant, rates.link, least_bytes=_LEAST_BYTES)
 
     @property
     def bytes_s(self) -> float:
@@ -99,6 +99,6 @@ class ClientLink:
     def told(self, nbytes: int, seconds: float) -> None:
         """What the client says that it copied out of shared memory, and how long that took. Nobody else's estimates learn from it."""
         least, most = _TOLD_BYTES_S
-        if nbytes >= _LEAST_LINK_BYTES and seconds > 0 and least <= nbytes / seconds <= most:
+        if nbytes >= _LEAST_BYTES and seconds > 0 and least <= nbytes / seconds <= most:
             share = min(1.0, _MOST_TOLD_BYTES / nbytes)
             self._own.add(int(nbytes * share), seconds * share)

@@ -15,6 +15,8 @@ _log = logging.getLogger("kvstore.ssd")
 SSD_STATES = OK, FULL, FAILING = "ok", "full", "failing"
 _FULL_TEXTS = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
+_NO_ROOM_IN_FILE = "a file of the store is as large as its budget allows"
+
 
 def is_full(error: Exception) -> bool:
     """Whether an error of LMDB or the system says that there is no room, rather than that the disk is failing."""
@@ -39,7 +41,7 @@ class SsdState:
         """A write failed, or takes too long. Returns what those who wait for it get."""
         full = isinstance(error, Exception) and is_full(error)
         self.errors += 1
-        self.last_error = str(error)
+        self.last_error = _NO_ROOM_IN_FILE if isinstance(error, lmdb.MapFullError) else str(error)
         self._become(FULL if full else FAILING)
         return self.error()
 

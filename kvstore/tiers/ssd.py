@@ -8,6 +8,7 @@ import errno
 import os
 import struct
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,6 +50,13 @@ _PARTNERS = 2
 DEFAULT_EXTENT_BYTES = (68 << 10) - PAGE_HEADER
 """A little over 64 KiB, so that a blob whose payload is a power of two finds room for its digests in the last extent."""
 
+_ROOM_BYTES = 256 << 20
+"""And a tenth of the tier: what the file may have beside it, for what is freed and can't be written over yet."""
+_STEP_BYTES = 16 << 20
+"""Written at a time where a whole batch has no room."""
+_STEP_TRIES = 10
+_STEP_WAIT_S = 0.05
+
 Arrived = Callable[[int], object]
 
 _NOT_THE_DISK = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
@@ -73,14 +81,14 @@ class BlobBatch:
 
 
 class BlobFile:
-    """One LMDB environment of extents. `capacity` bounds the bytes of extents; the file may be a tenth larger."""
+    """One LMDB environment of extents. `capacity` bounds the bytes of extents; the file may be a tenth and 256 MiB larger."""
 
     def __init__(self, path: Path, capacity: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
         self._path = path
         self._readonly = False
         self.capacity = capacity
         self.extent_bytes = extent_bytes
-        self._map_bytes = capacity + capacity // 10 + (256 << 20)
+        self._map_bytes = capacity + capacity // 10 + _ROOM_BYTES
         self._gate = Gate()
         self._partners = started_pool(_PARTNERS, "kvstore-reader-2nd")
         try:
@@ -150,10 +158,43 @@ class BlobFile:
         return -(-stored // self.extent_bytes)
 
     def commit(self, batch: BlobBatch) -> None:
-        """Apply a batch in one transaction; it is durable when this returns. Raises lmdb.Error or OSError, nothing done."""
+        """Apply a batch; it is durable when this returns. Raises lmdb.Error or OSError: of a large batch, a part may be done then."""
+        try:
+            self._commit_at_once(batch)
+        except lmdb.MapFullError:
+            self._commit_step_by_step(batch)
+
+    def _commit_at_once(self, batch: BlobBatch) -> None:
         with writing(self._env, self._path) as txn:
             self._apply(txn, batch)
         self._extents = self._env.stat()["entries"]
+
+    def _commit_step_by_step(self, batch: BlobBatch) -> None:
+        """Deletions first, then what is put, a little at a time.
+
+        What a transaction frees can be written over only by the next but one, and a page comes with all its ancestors: a batch may be
+        larger than the room that the file has beside the tier. It takes what the batches before it freed, and then what it frees itself.
+        """
+        self._commit_at_once(BlobBatch(delete=batch.delete))
+        step = BlobBatch()
+        nbytes = 0
+        for one in batch.put:
+            step.put.append(one)
+            nbytes += len(one[2])
+            if nbytes >= _STEP_BYTES:
+                self._commit_patiently(step)
+                step, nbytes = BlobBatch(), 0
+        if step:
+            self._commit_patiently(step)
+
+    def _commit_patiently(self, batch: BlobBatch) -> None:
+        """Who reads keeps what was freed since from being written over: for as long as a blob takes."""
+        for _ in range(_STEP_TRIES):
+            try:
+                return self._commit_at_once(batch)
+            except lmdb.MapFullError:
+                time.sleep(_STEP_WAIT_S)
+        return self._commit_at_once(batch)
 
     def _apply(self, txn: lmdb.Transaction, batch: BlobBatch) -> None:
         for number, blob, stored in batch.delete:

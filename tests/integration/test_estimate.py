@@ -22,6 +22,8 @@ TOKENS = context(70, PAGES)
 FAST = 1e15
 """A link beside which only the disk counts."""
 HYBRID = KVSpec(4, (Component("full", 4, 2, 16), Component("window", 2, 2, 16, window=8), Component("state", 1, 2, 64, planes=1)))
+LARGE = KVSpec(4, (Component("full", 8, 2, 2048),))
+"""Pages of 512 KiB: reading one tells how fast the disk is."""
 
 
 SIZES = ("--dram", "16MiB", "--ssd", "64MiB")
@@ -38,6 +40,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
             data, parts, spans = hybrid_put(pages)
             hybrid.put(TOKENS[: pages * 4], data, parts=parts, spans=spans, durable=True)
             assert hybrid.match(TOKENS, lease_s=0).pages == ends
+        client.namespace("large", "rev-1", LARGE).put(TOKENS[:4], bytes(LARGE.page_bytes), durable=True)
     return folder
 
 
@@ -163,6 +166,9 @@ def test_rates_are_measured_and_shown(daemon: DaemonProcess) -> None:
     with Client(daemon.endpoint, shared_memory=False) as client:
         namespace = client.namespace("pages")
         namespace.fetch(namespace.match(TOKENS), np.empty(PAGES * SPEC.page_bytes, np.uint8))
+        assert not stat(daemon.http)["rates"]["ssd"]["measured"], "small reads count"
+        large = client.namespace("large")
+        large.fetch(large.match(TOKENS[:4]), np.empty(LARGE.page_bytes, np.uint8))
         namespace.put(many, content(many))
         namespace.fetch(namespace.match(many), np.empty(40 * SPEC.page_bytes, np.uint8))
         rates = stat(daemon.http)["rates"]

@@ -198,6 +198,21 @@ async def test_a_worker_that_is_stopped_hands_its_job_back(daemon: DaemonProcess
         assert np.array_equal(await waiting, before)
 
 
+async def test_what_is_logged_of_a_function_that_fails_names_the_error(
+    daemon: DaemonProcess, space: Callable[..., Namespace], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A whole prompt has no prefix: who takes one for granted is told more than a zero."""
+    namespace, ids = space(), tokens(3)
+    await asyncio.to_thread(dropped, namespace, ids)
+    async with AsyncClient(daemon.endpoint) as own:
+        hasty = AsyncRebuildWorker(own, namespace.id)
+        hasty.rebuild(lambda given, prefix, wanted: prefix[0])
+        waiting = asyncio.create_task(asyncio.to_thread(namespace.rebuild, ids, wait_s=2))
+        assert await hasty.run_once(10)
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert "can't be computed again: KeyError: 0" in caplog.text
+
+
 async def test_a_function_that_returns_nothing_has_failed(daemon: DaemonProcess, space: Callable[..., Namespace]) -> None:
     """At once, and not when its lease is over: another worker may have the job."""
     namespace, ids = space(), tokens(3)

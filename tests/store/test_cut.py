@@ -109,6 +109,17 @@ def test_what_is_never_idle_is_measured_too_and_what_was_held_up_is_not() -> Non
     assert rate.bytes_s == before
 
 
+def test_small_reads_tell_nothing_of_the_disk() -> None:
+    rates = Rates()
+    for _ in range(20):
+        rates.reads.begin()
+        rates.reads.end(256)
+    assert not rates.ssd.measured
+    rates.reads.begin()
+    rates.reads.end(1 << 20)
+    assert rates.ssd.measured
+
+
 def test_old_samples_fade() -> None:
     rate = Rate(1.0)
     for _ in range(50):
@@ -202,6 +213,7 @@ async def test_reads_from_ssd_are_measured(tmp_path: Path) -> None:
         await put(store, space, (1, 2), b"v" * 16, Ack.DURABLE)
         await store._residency.reclaim(1 << 30)
         assert not store.rates.ssd.measured
+        store.rates.reads._least_bytes = 1
         await store.prefixes.prefetch(space, tokens_of((1, 2)), {})
         assert store.rates.ssd.measured
 

@@ -48,6 +48,22 @@ def test_blobs_come_back_and_space_is_accounted(blob_file: BlobFile) -> None:
     assert {blob for blob, _ in blob_file.stored_blobs(1)} == {blob for blob, _ in made[15:]}
 
 
+def test_a_batch_as_large_as_the_tier_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many pages as one context has are written at once, and what they push out is deleted: more than the file has beside the tier."""
+    monkeypatch.setattr("kvstore.tiers.ssd._ROOM_BYTES", 4 << 20)
+    monkeypatch.setattr("kvstore.tiers.ssd._STEP_BYTES", 1 << 20)
+    blob_file, data, old = BlobFile(tmp_path, 32 << 20), memoryview(bytes(1 << 20)), list[tuple[int, bytes, int]]()
+    count = blob_file.capacity // blob_file.footprint(len(data))
+    for turn in range(6):
+        new = [(1, bytes([turn, number]) * 8, data) for number in range(count)]
+        blob_file.commit(BlobBatch(delete=old, put=new))
+        assert blob_file.usage().used == count * blob_file.footprint(len(data))
+        old = [(number, blob, len(data)) for number, blob, _ in new]
+    with pytest.raises(lmdb.MapFullError):
+        blob_file.commit(BlobBatch(put=[(1, bytes([9, number]) * 8, data) for number in range(count)]))
+    blob_file.close()
+
+
 def test_a_count_that_can_not_be_is_mended(blob_file: BlobFile, tmp_path: Path) -> None:
     """A flipped bit in the number of entries: the tier would be full for ever."""
     made = [make(seed) for seed in range(20)]
