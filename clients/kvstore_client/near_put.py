@@ -44,13 +44,14 @@ def near_frame_bytes(client: "AsyncClient", data: memoryview) -> int:
 
 
 async def put_near(
-    client: "AsyncClient", connection: Connection, commit: Commit, frames: Sequence[SliceFrame], data: memoryview, progress: Progress | None
-) -> Committed | None:
+    client: "AsyncClient", connection: Connection, commit: Commit, frames: Sequence[SliceFrame], data: memoryview, durable: bool,
+    progress: Progress | None,
+) -> Committed | None:  # fmt: skip
     """Have the daemon copy the slices of a put, and commit it. None, and nothing has happened, if it takes no buffer of ours.
 
     Once this returns, nothing of `data` is used any more.
     """
-    near = _NearPut(client, connection, commit, data, sum(frame.nbytes for frame in frames), progress)
+    near = _NearPut(client, connection, commit, data, durable, sum(frame.nbytes for frame in frames), progress)
     try:
         return await near.run(frames)
     except (Busy, BadRequest, Forbidden, OSError):  # also if no stage can be made here: no descriptors, no memory
@@ -64,7 +65,7 @@ async def put_near_at_once(
     data: memoryview, commit: Commit, progress: Progress | None,
 ) -> Committed:  # fmt: skip
     """Put without asking what is wanted of it: one journey to the daemon and back."""
-    near = _NearPut(client, connection, commit, data, sum(frame.nbytes for frame in frames), progress)
+    near = _NearPut(client, connection, commit, data, start.ack == "durable", sum(frame.nbytes for frame in frames), progress)
     try:
         return await near.run(frames, (FrameType.PUT, start, payload))
     except (Busy, BadRequest, Forbidden, OSError) as error:
@@ -77,12 +78,15 @@ class _NearPut:
     """One put. `begun` says whether the daemon was asked to copy any of it."""
 
     def __init__(
-        self, client: "AsyncClient", connection: Connection, commit: Commit, data: memoryview, total: int, progress: Progress | None
-    ) -> None:
+        self, client: "AsyncClient", connection: Connection, commit: Commit, data: memoryview, durable: bool, total: int,
+        progress: Progress | None,
+    ) -> None:  # fmt: skip
         self.begun = False
         self._buffers = client.buffers
         self._connection = connection
         self._commit = commit
+        self._waits = durable or commit.whole_ms > 0
+        """Whether its COMMIT waits, for a disk or for other shards: others need its places meanwhile, so every COPY is answered."""
         self._data = np.frombuffer(data, np.uint8)
         self._total = total
         self._done = 0
@@ -99,7 +103,7 @@ class _NearPut:
         batches = list(_batches(frames, STAGE_BYTES if lent is None else LENT_BATCH_BYTES))
         if not batches:
             return await self._ask_to_commit()
-        if len(batches) == 1 and not self._commit.whole_ms:
+        if len(batches) == 1 and not self._waits:
             return await self._copy_last(batches[0], lent, start)
         if start is None:
             return await self._copy_all(batches, lent)
@@ -109,8 +113,7 @@ class _NearPut:
     async def _copy_all(self, batches: list[list[SliceFrame]], lent: Place | None) -> Committed:
         tasks: list[asyncio.Task[None]] = []
         try:
-            waits = self._commit.whole_ms > 0  # for other shards, which may need the places that are held until a COPY is answered
-            for batch in batches if waits else batches[:-1]:
+            for batch in batches if self._waits else batches[:-1]:
                 place, number = await self._place(batch, lent)
                 tasks.append(asyncio.create_task(self._copy(batch, place, number)))
                 await asyncio.sleep(0)  # the request leaves before its bytes are hashed
@@ -118,10 +121,8 @@ class _NearPut:
                 for task in tasks:
                     if task.done():
                         task.result()
-            committed = None if waits else await self._copy_last(batches[-1], lent)
+            committed = await (self._ask_to_commit() if self._waits else self._copy_last(batches[-1], lent))
             await asyncio.gather(*tasks)
-            if committed is None:
-                committed = await self._ask_to_commit()
         except BaseException:
             for task in tasks:
                 task.cancel()

@@ -98,8 +98,10 @@ async def _attempt(
         frames = layout.frames(wanted, parts, LINK_STRIPE if near is None and pool.several else MAX_BULK_PAYLOAD)
         if message.handle:
             return await put_at_once(connection, message, payload, frames, data, commit, progress)
-        if near is not None and (done := await put_near(client, near, commit, frames, data, progress)) is not None:
-            return done
+        if near is not None:
+            done = await put_near(client, near, commit, frames, data, message.ack == "durable", progress)
+            if done is not None:
+                return done
         await send_striped(pool, handle, frames, data, progress)
         if pool.several:
             connection = await pool.first()  # the daemon has all slices, and the link that PUT went over may be gone

@@ -1,5 +1,6 @@
 """Disks that fill up, fail, hang and lose bytes under a real daemon: it serves on from what it has, says so, and recovers."""
 
+import asyncio
 import os
 import resource
 import shutil
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 
 from kvstore.errors import DiskFailing
-from kvstore_client import Busy, Client, DeadlineExceeded, NoSpace, NotFound
+from kvstore_client import AsyncClient, Busy, Client, DeadlineExceeded, NoSpace, NotFound
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
-from tests.integration.pages import content, context, fetch_checked, open_namespace
+from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.raw import stat
 
 SIZES = ("--dram", "8MiB", "--ssd", "256MiB")
@@ -232,6 +233,32 @@ def test_a_disk_that_hangs(failing: tuple[DaemonProcess, Path]) -> None:
         (faults / "hang").touch()
         namespace.put(context(3000), content(context(3000)))  # to be flushed
         assert daemon.stop(timeout=30) == 1, "it waited for a disk that does not answer"
+
+
+async def test_puts_that_wait_for_the_disk_hold_no_place_in_shared_memory(failing: tuple[DaemonProcess, Path]) -> None:
+    """There are four places for all puts of a client: a fifth needs none of those that are copied already."""
+    daemon, faults = failing
+    async with AsyncClient(daemon.endpoint, timeout=60) as client:
+        if await client.same_host.connection() is None:
+            pytest.skip("no shared memory here")
+        namespace = await client.namespace("pages", "rev-1", SPEC)
+        pages = (1 << 20) // SPEC.page_bytes
+        contexts = [context(seed, pages) for seed in range(0, 50, 10)]
+
+        def totals() -> Any:
+            return stat(daemon.http)["totals"]
+
+        before = totals()["copied_put_bytes"]
+        (faults / "hang").touch()
+        waiting = [asyncio.create_task(namespace.put(tokens, content(tokens), durable=True)) for tokens in contexts[:4]]
+        async with asyncio.timeout(30):
+            while (await asyncio.to_thread(totals))["puts"] < 4:
+                await asyncio.sleep(0.02)
+        assert (await namespace.put(contexts[4], content(contexts[4]))).new_pages == pages
+        assert not any(put.done() for put in waiting)
+        assert totals()["copied_put_bytes"] - before == 5 << 20
+        (faults / "hang").unlink()
+        assert [result.new_pages for result in await asyncio.gather(*waiting)] == [pages] * 4
 
 
 @pytest.fixture(scope="module")
