@@ -46,8 +46,8 @@ class Grant:
 
 def forbidden(grant: Grant, needed: Access | None) -> Forbidden:
     """Why a grant is not enough."""
-    wanted = "nobody may" if needed is None else f"it asks for {needed.name.lower()} access"
-    return Forbidden(f"the token has {grant.access.name.lower()} access: {wanted}")
+    wanted = "nobody may do this" if needed is None else f"the request needs {needed.name.lower()} access"
+    return Forbidden(f"the token has {grant.access.name.lower()} access, and {wanted}")
 
 
 EVERYBODY = Grant(DEFAULT_TENANT, Access.ADMIN)

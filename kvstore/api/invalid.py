@@ -50,7 +50,8 @@ def _sentence(error: Any, *, secret: bool) -> str:
             return f"{there} {words.format(f'{context[name]:g}' if isinstance(context[name], float) else context[name])}"
     for name, words in _LENGTHS.items():
         if name in context:
-            unit = "characters" if kind.startswith("string") else "items"
+            text = kind.startswith("string") or context.get("field_type") == "Value"  # a secret is no list
+            unit = "characters" if text else "items"
             value = error.get("input")
             count = f" ({len(value)})" if isinstance(value, str | list | tuple | dict) else ""
             return f"{named} has the wrong number of {unit}{count}: {words.format(context[name])}"

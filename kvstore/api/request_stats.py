@@ -67,5 +67,5 @@ class RequestStats:
         histogram.add(took_ns)
 
     def by_kind(self) -> Iterable[tuple[str, Histogram]]:
-        """All that there were, by name."""
-        return sorted(self._kinds.items())
+        """All that there were, by name, in lower case."""
+        return [(kind.lower(), histogram) for kind, histogram in sorted(self._kinds.items())]

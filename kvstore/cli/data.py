@@ -130,7 +130,7 @@ def match(
         told = {} if found.estimate is None else {"estimate": asdict(found.estimate)}
         print_json({"pages": pages, "tokens": matched, "asked_tokens": len(ids), "dram_pages": in_dram, **told})
     else:
-        typer.echo(f"{matched} of {len(ids)} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} on SSD")
+        typer.echo(f"{matched} of {len(ids)} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} only on SSD")
         if found.estimate is not None:
             _show(found.estimate, matched)
     if not pages:

@@ -111,7 +111,7 @@ def _requests(stat: dict[str, Any], last: dict[str, Any] | None) -> Table:
         if last is not None and kind in last["requests"]:
             counts = [now - before for now, before in zip(counts, last["requests"][kind]["buckets"], strict=True)]
         if any(counts):
-            table.add_row(kind.lower(), f"{sum(counts):,}", *(_time_text(quantile_s(counts, share)) for share in (0.5, 0.99)))
+            table.add_row(kind, f"{sum(counts):,}", *(_time_text(quantile_s(counts, share)) for share in (0.5, 0.99)))
     for code, count in stat["errors"].items():
         count -= last["errors"].get(code, 0) if last is not None else 0
         if count:

@@ -41,9 +41,14 @@ class Lease:
 
 
 class Leases:
-    """All leases of one kind. `max_bytes` bounds what one owner holds, `max_s` how long a lease lasts from its last renewal."""
+    """All leases of one kind. `max_bytes` bounds what one owner holds, `max_s` how long a lease lasts from its last renewal.
 
-    def __init__(self, max_bytes: int, max_s: float = MAX_LEASE_S) -> None:
+    `word` and `ended` are what its owners call one, and the end of one.
+    """
+
+    def __init__(self, max_bytes: int, max_s: float = MAX_LEASE_S, *, word: str = "lease", ended: str = "released") -> None:
+        self._word = word
+        self._ended = ended
         self._max_bytes = max_bytes
         self._max_s = max_s
         self._bytes: dict[int, int] = {}
@@ -63,11 +68,12 @@ class Leases:
         held, wanted = self._bytes.get(owner, 0), pages * space.spec.page_bytes
         if held + wanted > self._max_bytes:
             raise Busy(
-                f"leases on {held} bytes are held already, and {wanted} more would be over the limit of {self._max_bytes}: release some",
+                f"{self._word}s on {held} bytes are held already, and {wanted} more would be over the limit of {self._max_bytes}: "
+                f"some must be {self._ended} first",
                 retry_after_ms=1000,
             )
         if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
-            raise Busy(f"this client holds {MAX_LEASES} leases: release some", retry_after_ms=1000)
+            raise Busy(f"{MAX_LEASES} {self._word}s are held already: some must be {self._ended} first", retry_after_ms=1000)
         lease = Lease(secrets.randbits(63), owner, space, [space.tree.pin(path, slots) for path in paths], pages, now + ttl_s)
         self._by_id[lease.id] = lease
         self._by_owner.setdefault(owner, set()).add(lease.id)
@@ -78,8 +84,12 @@ class Leases:
         """An owner's own lease; NotFound otherwise."""
         lease = self._by_id.get(lease_id)
         if lease is None or lease.owner != owner:
-            raise NotFound(f"lease {lease_id} does not exist: it was released, or it expired")
+            raise self.unknown(lease_id)
         return lease
+
+    def unknown(self, lease_id: int) -> NotFound:
+        """What is said of one that is not there."""
+        return NotFound(f"{self._word} {lease_id} does not exist: it was {self._ended}, or it expired")
 
     def renew(self, owner: int, lease_id: int, now: float, ttl_s: float) -> Lease:
         """Let a lease end `ttl_s` seconds from now."""

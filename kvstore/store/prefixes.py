@@ -86,7 +86,7 @@ class Prefixes:
         """End a pin of this namespace."""
         lease = self._pins.get(self._owner(space), pin)
         if lease.space is not space:
-            raise NotFound(f"lease {pin} does not exist: it was released, or it expired")
+            raise self._pins.unknown(pin)
         self._pins.release(lease)
 
     def abandon(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:

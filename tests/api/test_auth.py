@@ -62,7 +62,7 @@ def test_a_digest_may_be_of_a_line_with_its_end() -> None:
         (entry("*"), "token.0.tenant"),
         (entry(more=""), "give either"),
         (entry(more=f'secret = "{SECRET}"\nsha256 = "{"0" * 64}"'), "give either"),
-        (entry(more='secret = "short-secret"'), "token.0.secret"),
+        (entry(more='secret = "short-secret"'), "token.0.secret has the wrong number of characters: at least 16"),
         (entry(more='sha256 = "abc"'), "token.0.sha256"),
         (entry(more=f'secret = "{SECRET}"\nexpires = 2030-01-01T00:00:00'), "token.0.expires"),
         (entry(more=f'secret = "{SECRET}"\nexpire = 1'), "token.0.expire"),

@@ -101,7 +101,7 @@ def test_files_of_numpy(daemon: DaemonProcess, tmp_path: Path) -> None:
             assert "allow_pickle" not in done.stderr
     done = kvstore(daemon, "put", "files", "-t", "1,2,3,4", "-d", str(tmp_path / "page.npy"))
     assert done.stdout.startswith("1 new page, 0 were there; 128 B"), done.stdout + done.stderr
-    assert kvstore(daemon, "match", "files", "-t", "1,2,3,4").stdout.startswith("4 of 4 tokens: 1 page, 1 in DRAM")
+    assert kvstore(daemon, "match", "files", "-t", "1,2,3,4").stdout.startswith("4 of 4 tokens: 1 page, 1 in DRAM and 0 only on SSD")
 
 
 def test_help_and_version(daemon: DaemonProcess) -> None:

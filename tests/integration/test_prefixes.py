@@ -107,7 +107,7 @@ def test_blocking(namespace: Namespace, tokens: Tokens) -> None:
     number, pages = namespace.pin(tokens, 60)
     assert pages == 4
     namespace.unpin(number)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound, match=r"pin .* does not exist: it was unpinned"):
         namespace.unpin(number)
     assert namespace.abandon(tokens, from_token=7) == 3
     with pytest.raises(BadRequest):

@@ -108,7 +108,7 @@ def test_a_read_token_reads_and_does_not_write(secured: DaemonProcess) -> None:
             lambda: seen.drop(),
             lambda: reader.namespace("new", "rev-1", SPEC),
         ):
-            with pytest.raises(Forbidden, match="write access"):
+            with pytest.raises(Forbidden, match="has read access, and the request needs write access"):
                 refused()
         assert fetch_checked(namespace, other) == 0
 
