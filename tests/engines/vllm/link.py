@@ -78,7 +78,7 @@ class Link:
 
     def cut(self) -> None:
         """Cut all connections; new ones are taken."""
-        for one in self._open:
+        for one in list(self._open):  # connections come and go in other threads
             try:
                 one.shutdown(socket.SHUT_RDWR)
             except OSError:
