@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 BELOW = {
     f"kvstore.{name}"
-    for name in ("columns", "hash_index", "digests", "errors", "drift", "hints", "kvspec", "lmdb_files", "lmdb_find", "lmdb_walk")
+    for name in ("columns", "hash_index", "digests", "errors", "drift", "hints", "kvspec", "lmdb_files", "lmdb_find", "lmdb_walk", "memfds")
 }
 
 ALLOWED = {
@@ -27,13 +27,14 @@ ALLOWED = {
     "kvstore/lmdb_find.py": {"kvstore.lmdb_walk"},
     "kvstore/lmdb_walk.py": set(),
     "kvstore/machine.py": set(),
+    "kvstore/memfds.py": set(),
     "kvstore/threads.py": {"kvstore.errors"},
     "kvstore/trace_record.py": {"kvstore.digests"},
     "kvstore/lab": {"kvstore.hints", "kvstore.lab", "kvstore.prefill", "kvstore.radix", "kvstore.tiers", "kvstore.trace_record", *BELOW},
     "kvstore/radix": {"kvstore.radix", *BELOW},
     "kvstore/tiers": {"kvstore.hints", "kvstore.threads", "kvstore.tiers", *BELOW},
     "kvstore/api/wire": {"kvstore.api.wire", "kvstore.digests", "kvstore.drift", "kvstore.errors", "kvstore.hints", "kvstore.kvspec"},
-    "clients/kvstore_client": {"kvstore.api.wire", "kvstore_client"},
+    "clients/kvstore_client": {"kvstore.api.wire", "kvstore.memfds", "kvstore_client"},
     "clients/kvstore_connectors": {"kvstore.api.wire", "kvstore_client", "kvstore_connectors"},
     "kvstore/tiers/__init__.py": set(),
     "clients/kvstore_workers": {"kvstore.api.wire", "kvstore.tiers.hbm", "kvstore_client", "kvstore_workers"},

@@ -166,7 +166,7 @@ class AsyncClient:
     def buffer(self, nbytes: int) -> SharedBuffer:
         """Memory to compute pages in: what lies in its `array` is put without being sent, if the daemon is on this machine.
 
-        Raises NoSpace if the system has no room for it.
+        Its memory is made here (0.1 s a GiB, see SharedBuffer). Raises NoSpace if the system has no room for it.
         """
         return self._buffers.make(nbytes)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvstore.api.wire import FrameType, KVStoreError
 from kvstore.api.wire.same_host import MAX_SEGMENTS, RETIRED, Place, SegmentList, SegmentMeta, SegmentsRequest, host_id
+from kvstore.memfds import map_memfd, prefault
 from kvstore_client.connection import Connection
 from kvstore_client.direct import Elsewhere, current
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 _RETRY_S = 5.0
 """How long it is left alone after it could not be had."""
 _SWEEP_S = 1.0
-_POPULATE_READ = 22
 _WORD = 8
 
 
@@ -32,9 +32,9 @@ class MappedSegment:
 
     def __init__(self, meta: SegmentMeta, descriptor: int) -> None:
         self.number = meta.number
-        self._memory = mmap.mmap(descriptor, meta.nbytes, prot=mmap.PROT_READ)
-        self.data: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
-        self._words: memoryview | None = memoryview(self._memory)[meta.nbytes - _WORD * (1 + meta.slots) :].cast("Q")
+        self._memory, self._view = map_memfd(descriptor, meta.nbytes, mmap.PROT_READ)
+        self.data: npt.NDArray[np.uint8] = np.frombuffer(self._view, np.uint8)
+        self._words: memoryview | None = self._view[meta.nbytes - _WORD * (1 + meta.slots) :].cast("Q")
 
     @property
     def retired(self) -> bool:
@@ -49,13 +49,13 @@ class MappedSegment:
 
     def populate(self) -> None:
         """Have all its pages at hand, so that nobody waits for them one by one later. Blocking."""
-        with contextlib.suppress(OSError):
-            self._memory.madvise(_POPULATE_READ)
+        prefault(self._view)
 
     def unmap(self) -> bool:
         """Unmap it; False as long as somebody holds a view of it."""
         self.data = np.zeros(0, np.uint8)
         self._words = None
+        self._view.release()
         try:
             self._memory.close()
         except BufferError:

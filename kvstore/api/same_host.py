@@ -22,6 +22,7 @@ from kvstore.api.wire.channel import Channel
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.same_host import host_id
 from kvstore.errors import BadRequest, Busy, NotFound
+from kvstore.memfds import map_memfd
 from kvstore.threads import started_pool
 
 _log = logging.getLogger("kvstore.same_host")
@@ -182,9 +183,10 @@ class ClientBuffer:
         self._unused: Callable[[], None] | None = None
         self._descriptor: int | None = descriptor
         self._memory: mmap.mmap | None = None
+        self._bytes = memoryview(b"")
         if seals & _F_SEAL_SHRINK:
             try:
-                self._memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+                self._memory, self._bytes = map_memfd(descriptor, nbytes, mmap.PROT_READ)
             except OSError as error:  # not open for reading, say
                 raise BadRequest(f"the buffer can't be mapped: {error}") from None
             self._descriptor = None
@@ -205,6 +207,7 @@ class ClientBuffer:
     def close(self) -> None:
         """Unmap and close it. Blocking, and only when it is unused."""
         if self._memory is not None:
+            self._bytes.release()
             self._memory.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -229,7 +232,7 @@ class ClientBuffer:
 
     def _read(self, target: memoryview, offset: int) -> None:
         if self._memory is not None:
-            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(self._memory, np.uint8, len(target), offset))
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(self._bytes, np.uint8, len(target), offset))
             return
         assert self._descriptor is not None
         filled = 0

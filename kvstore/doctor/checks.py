@@ -49,13 +49,13 @@ def _segments(facts: Facts) -> int:
 
 
 def descriptors(facts: Facts) -> Finding:
-    """Every connection and every buffer that a client lends is one; every segment two, its own and its mapping's."""
-    needed = 2 * facts.setup.max_connections + 2 * _segments(facts) + MAX_LENT_BUFFERS + _SPARE_DESCRIPTORS
+    """Every connection, every buffer that a client lends and every segment is one."""
+    needed = 2 * facts.setup.max_connections + _segments(facts) + MAX_LENT_BUFFERS + _SPARE_DESCRIPTORS
     have = facts.descriptors
     enough = have is None or have >= needed
     return Finding(
         "descriptors", "ok" if enough else "bad", f"{'no limit' if have is None else have}, {needed} may be needed",
-        "every connection, HTTP client and lent buffer is a descriptor, a segment two; without one a client is refused, or no segment made",
+        "every connection, HTTP client, lent buffer and segment is a descriptor; without one a client is refused, or no segment made",
         "" if enough else f"LimitNOFILE={needed} in the unit, or: ulimit -Hn {needed}; or a lower max_connections, or larger segments",
     )  # fmt: skip
 
@@ -96,11 +96,11 @@ def maps(facts: Facts) -> Finding | None:
     """Segments and columns are mappings."""
     if facts.max_maps is None:
         return None
-    needed = _segments(facts) + facts.setup.namespaces * _MAPS_OF_NAMESPACE + _SPARE_MAPS
+    needed = 2 * _segments(facts) + facts.setup.namespaces * _MAPS_OF_NAMESPACE + _SPARE_MAPS
     enough = facts.max_maps >= needed
     return Finding(
         "vm.max_map_count", "ok" if enough else "bad", f"{facts.max_maps}, {needed} may be needed",
-        "each DRAM segment is a mapping, and a namespace takes a few; without one a segment can't be made",
+        "each DRAM segment is two mappings (one for its alignment), and a namespace takes a few; without one a segment can't be made",
         "" if enough else f"sysctl -w vm.max_map_count={2 * needed} (and in /etc/sysctl.d), or larger segments",
     )  # fmt: skip
 
@@ -145,13 +145,13 @@ def swap(facts: Facts) -> Finding:
 
 
 def shmem_huge_pages(facts: Facts) -> Finding | None:
-    """Segments ask for huge pages."""
+    """Segments ask for huge pages: from Linux 6.1 on they are given to who asks, unless they are denied."""
     if facts.shmem_huge is None:
         return None
-    off = facts.shmem_huge in ("never", "deny")
+    off = facts.shmem_huge == "deny" or (facts.shmem_huge == "never" and facts.kernel < (6, 1))
     return Finding(
         "huge pages for segments", "warn" if off else "ok", facts.shmem_huge,
-        "segments ask for huge pages (madvise); with small ones they are made more slowly and copies cost more address translation",
+        "segments ask for huge pages; with small ones they are made six times as slowly, and copies cost more address translation",
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" if off else "",
     )  # fmt: skip
 

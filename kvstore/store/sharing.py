@@ -59,7 +59,7 @@ class Sharing:
         for number in dict.fromkeys(numbers):
             segment = self._arena.shareable(tenant, number)
             if segment is not None:
-                found.append(SharedSegment(number, segment.fd, len(segment.memory), segment.slots))
+                found.append(SharedSegment(number, segment.fd, len(segment.view), segment.slots))
         return found
 
     def give(self, owner: int, tenant: str, segments: list[SharedSegment]) -> list[int]:

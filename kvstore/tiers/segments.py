@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import ctypes
 import gc
 import mmap
 import os
@@ -15,15 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.memfds import map_memfd, populate
 from kvstore.tiers.sharing import RETIRED, STATE, Words, seal, tail_bytes, words_of
 
 NO_OWNER = -1
 SLOT_ALIGN = 256
 """Slots are multiples of so many bytes."""
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _COLLECT_EVERY_S = 5.0
 """A look for cycles takes the whole process some hundredths of a second."""
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +95,8 @@ def create_segment(slot_class: SlotClass, slots: int) -> Segment:
     fd = os.memfd_create("kvstore-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        memory = mmap.mmap(fd, size)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(slot_bytes), _MADV_HUGEPAGE)
-        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+        memory, view = map_memfd(fd, size)
+        if not populate(view):
             os.posix_fallocate(fd, 0, size)
         with contextlib.suppress(OSError):  # a kernel before 5.1: then nobody gets it
             seal(fd)
@@ -108,7 +104,7 @@ def create_segment(slot_class: SlotClass, slots: int) -> Segment:
         os.close(fd)
         raise
     free, owner = list(range(slots - 1, -1, -1)), np.full(slots, NO_OWNER, np.int64)
-    return Segment(slot_class, slots, fd, memory, memoryview(memory), free, owner, words_of(memory, slots))
+    return Segment(slot_class, slots, fd, memory, view, free, owner, words_of(view, slots))
 
 
 def close_segments(segments: Iterable[Segment]) -> None:

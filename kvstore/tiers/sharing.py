@@ -8,7 +8,6 @@ never used again once the segment is retired: who keeps it mapped sees old bytes
 """
 
 import fcntl
-import mmap
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +34,9 @@ def tail_bytes(slot_bytes: int, slots: int) -> int:
     return -slot_bytes % _WORD + _WORD * (1 + slots)
 
 
-def words_of(memory: mmap.mmap, slots: int) -> Words:
+def words_of(segment: memoryview, slots: int) -> Words:
     """State and generations, at the end of a mapped segment."""
-    return np.frombuffer(memory, np.uint64, 1 + slots, len(memory) - _WORD * (1 + slots))
+    return np.frombuffer(segment, np.uint64, 1 + slots, len(segment) - _WORD * (1 + slots))
 
 
 def seal(fd: int) -> None:

@@ -43,7 +43,7 @@ def test_a_tenant_that_keeps_too_much_mapped_gets_no_more() -> None:
     gone, kept = numbers[:40], 0
     for number in gone:
         segment = arena.retire(number)
-        kept += len(segment.memory)
+        kept += len(segment.view)
         close_segments([segment])
         arena.release([segment])
     assert sharing.lingering("alice") == kept > arena.capacity // 8, "what two clients have counts once"
