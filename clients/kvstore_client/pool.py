@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kvstore.api.wire import PROTOCOL_VERSION, BadRequest, Conflict, ConnectionLost, FrameType, KVStoreError, NotFound
+from kvstore.api.wire import PROTOCOL_VERSION, BadRequest, Busy, Conflict, ConnectionLost, FrameType, KVStoreError, NotFound
 from kvstore.api.wire.messages import Close, Empty, Hello
 from kvstore_client.connection import Connection
 from kvstore_client.links import DIAL_S, Link, dial, make_links
@@ -49,6 +49,7 @@ class Pool:
         self._locks = [asyncio.Lock() for _ in range(count)]
         self._bulk = 0
         self._no_express_before = 0.0
+        self._no_more_before = 0.0
         self._session_lock = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         self.closed = False
@@ -117,7 +118,10 @@ class Pool:
         self._slots = [None] * len(self._slots)
 
     async def connection(self, slot: int = 0) -> Connection:
-        """The live connection in a slot, opened if need be (one attempt)."""
+        """The live connection in a slot, opened if need be (one attempt); another one if the daemon takes no more of them just now.
+
+        Raises Busy if there is no other, or the slot is one for what is interactive.
+        """
         async with self._locks[slot]:
             connection = self._slots[slot]
             if connection is not None and connection.lost is None:
@@ -125,9 +129,17 @@ class Pool:
             if connection is not None:
                 self._slots[slot] = None
                 await self._close_whole(connection)
+            other = None if slot >= self.size or self.several else next(filter(_alive, self._slots), None)
+            if other is not None and time.monotonic() < self._no_more_before:
+                return other
             link = self.link(slot)
             try:
                 connection = await self._open(link)
+            except Busy as busy:
+                if other is None or other.lost is not None:
+                    raise
+                self._no_more_before = time.monotonic() + max(busy.retry_after_ms or 0, _EXPRESS_RETRY_S * 1000) / 1000
+                return other
             except ConnectionLost:
                 if slot < self.size:
                     link.failed()
@@ -274,6 +286,10 @@ class Pool:
         """For how long it has been known that nobody listens at any of the addresses; 0 if it is not."""
         since = [link.refused_since for link in self.links]
         return time.monotonic() - max(since) if all(since) else 0.0
+
+
+def _alive(connection: Connection | None) -> bool:
+    return connection is not None and connection.lost is None
 
 
 async def _answers(connection: Connection) -> bool:

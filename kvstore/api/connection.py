@@ -83,16 +83,17 @@ class _Running:
 class Connection:
     """Serves one socket until the client leaves or breaks the protocol.
 
-    `expect` is called when a small request was answered: the next one may come at once.
+    `expect` is called when a small request was answered: the next one may come at once. With a `refusal` it does no more than say that.
     """
 
     def __init__(
         self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore,
         guard: Guard, request_stats: RequestStats,
         timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None, traffic: LinkTraffic | None = None,
-        expect: Callable[[], None] = lambda: None,
+        expect: Callable[[], None] = lambda: None, refusal: Busy | None = None,
     ) -> None:  # fmt: skip
         self.store = store
+        self._refusal_at_once = refusal
         self._expect = expect
         self._traffic = traffic
         self._stats = request_stats
@@ -161,6 +162,8 @@ class Connection:
             return False
         try:
             self.grant = self._guard.admit(hello.token)
+            if self._refusal_at_once is not None:
+                raise self._refusal_at_once
             self.session = self._sessions.join(hello.session, self.grant.tenant, hello.client[:100])
         except KVStoreError as error:
             _log.info("a client is refused (%s): %s", error.code, error.message)

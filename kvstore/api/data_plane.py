@@ -17,7 +17,7 @@ from kvstore.api.request_stats import RequestStats
 from kvstore.api.same_host import SameHost
 from kvstore.api.sessions import Sessions
 from kvstore.api.wire import Channel, TlsChannel
-from kvstore.errors import Conflict
+from kvstore.errors import Busy, Conflict
 from kvstore.loop import Loop
 from kvstore.store import Store
 
@@ -25,10 +25,13 @@ _log = logging.getLogger("kvstore.data_plane")
 
 _BACKLOG = 512
 _LARGE_PAYLOADS = 16
+_REFUSED = 32
+"""So many that are one too many are told so at a time; the others are closed without a word."""
+_RETRY_MS = 1000
 
 
 class DataPlane:
-    """Accepts connections until closed, those over TCP with `tls`. `max_connections` bounds them; one more is closed at once.
+    """Accepts connections until closed, those over TCP with `tls`. `max_connections` bounds them; who comes then is told so, and closed.
 
     `client_timeout_s` bounds how long a client may take over a frame that has begun, in either direction; `max_in_flight` the bytes
     of fetches that it has under way.
@@ -47,6 +50,7 @@ class DataPlane:
         self._max_connections = max_connections
         self._client_timeout_s = client_timeout_s
         self._connections: set[asyncio.Task[None]] = set()
+        self._refusing: set[asyncio.Task[None]] = set()
         self._serving: dict[Connection, asyncio.Task[None]] = {}
         self._traffic = Traffic()
         self.request_stats = RequestStats()
@@ -73,9 +77,10 @@ class DataPlane:
         try:
             yield
         finally:
-            for task in (*acceptors, *self._connections):
+            tasks = (*acceptors, *self._connections, *self._refusing)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*acceptors, *self._connections, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.to_thread(self._host.close)  # it waits for copies, and for memory to be freed
             for listener, _ in sockets:
                 listener.close()
@@ -89,19 +94,31 @@ class DataPlane:
                 _log.error("can't accept connections on %s: %s", endpoint, error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._connections) >= self._max_connections:
+            full = len(self._connections) >= self._max_connections
+            if full:
                 _log.warning("more than %d connections: one is refused", self._max_connections)
+            if full and len(self._refusing) >= _REFUSED:
                 sock.close()
                 continue
             if not self._host.admits(sock):
                 _log.warning("a user that the Unix socket is not for is refused")
                 sock.close()
                 continue
-            task = asyncio.create_task(self._serve(sock, endpoint), name=f"kvstore-connection {endpoint}")
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            tasks = self._refusing if full else self._connections
+            task = asyncio.create_task(
+                self._serve(sock, endpoint, self._too_many() if full else None), name=f"kvstore-connection {endpoint}"
+            )
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
-    async def _serve(self, sock: socket.socket, endpoint: str) -> None:
+    def _too_many(self) -> Busy:
+        return Busy(
+            f"this daemon has {self._max_connections} connections open, as many as it takes: close clients that are not needed, "
+            "or raise its max_connections",
+            retry_after_ms=_RETRY_MS,
+        )
+
+    async def _serve(self, sock: socket.socket, endpoint: str, refusal: Busy | None = None) -> None:
         channel = self._channel(sock)
         connection = Connection(
             channel,
@@ -115,6 +132,7 @@ class DataPlane:
             self._host,
             self._traffic.of(sock),
             self._expect,
+            refusal,
         )
         task = asyncio.current_task()
         assert task is not None
