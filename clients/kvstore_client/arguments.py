@@ -77,6 +77,13 @@ def _bound(value: Any) -> float:
     return seconds
 
 
+def _above_0(value: Any) -> float:
+    seconds = _bound(value)
+    if seconds <= 0:
+        raise ValueError
+    return seconds
+
+
 def _flag(value: Any) -> bool:
     if value is not True and value is not False and type(value).__name__ not in ("bool_", "bool"):
         raise TypeError
@@ -141,6 +148,7 @@ def _tls(value: Any) -> Any:
 
 SECONDS = Kind("a number of seconds", _seconds, fine=(float, int))
 BOUND = Kind("a number of seconds", _bound)
+TIMEOUT = Kind("a number of seconds above 0", _above_0)
 WHOLE = Kind("a whole number", operator.index, fine=(int,))
 FLAG = Kind("True or False", _flag, fine=(bool,))
 TEXT = instance(str, "text", optional=False)
@@ -157,7 +165,7 @@ _CALL = Kind("a function to call", _callable, optional=True)
 
 _KINDS = {
     **dict.fromkeys(("lease_s", "whole_s", "rebuild_s", "wait_s", "within_s", "ttl_s"), SECONDS),
-    "timeout": Kind("a number of seconds, or None", _bound, optional=True),
+    "timeout": Kind("a number of seconds above 0, or None", _above_0, optional=True),
     **dict.fromkeys(("first_page", "from_page", "group_layers", "component", "pin", "layer_lo", "layer_hi"), WHOLE),
     "from_token": Kind("a whole number", operator.index, optional=True),
     **dict.fromkeys(("durable", "boundaries", "rebuildable", "holes", "recipes", "lossy"), FLAG),

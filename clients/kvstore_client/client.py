@@ -19,7 +19,7 @@ from kvstore.api.wire.messages import (
     NamespaceList,
     NamespaceName,
 )
-from kvstore_client.arguments import ADDRESSES, BOUND, ENDPOINT, FLAG, TEXT, TLS, WHOLE, checked, instance
+from kvstore_client.arguments import ADDRESSES, BOUND, ENDPOINT, FLAG, TEXT, TIMEOUT, TLS, WHOLE, checked, instance
 from kvstore_client.buffers import Buffers, SharedBuffer
 from kvstore_client.connection import Connection, tls_for
 from kvstore_client.direct import current
@@ -88,7 +88,7 @@ class AsyncClient:
     """
 
     @checked(
-        endpoint=ENDPOINT, local_addresses=ADDRESSES, connections=WHOLE, timeout=BOUND, token=instance(str, "text"), tls=TLS,
+        endpoint=ENDPOINT, local_addresses=ADDRESSES, connections=WHOLE, timeout=TIMEOUT, token=instance(str, "text"), tls=TLS,
         shared_memory=FLAG, reconnect=BOUND, name=TEXT,
     )  # fmt: skip
     def __init__(

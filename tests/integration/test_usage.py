@@ -40,6 +40,8 @@ WRONG: list[tuple[str, Callable[[Namespace], object]]] = [
     ("hints is 'x', not a Hints", lambda n: n.put(context(1), content(context(1)), hints="x")),  # type: ignore[arg-type]
     ("hints is 'x', not a Hints", lambda n: n.match(context(1), hints="x")),  # type: ignore[arg-type]
     ("timeout is 'a', not a number of seconds", lambda n: n.match(context(1), timeout="a")),  # type: ignore[arg-type]
+    ("timeout is 0, not a number of seconds above 0", lambda n: n.match(context(1), timeout=0)),
+    ("timeout is -1.5, not a number of seconds above 0", lambda n: n.put(context(1), content(context(1)), timeout=-1.5)),
     ("lease_s is '9', not a number of seconds", lambda n: n.match(context(1), lease_s="9")),  # type: ignore[arg-type]
     ("parts is 'yes', not True or False", lambda n: n.match(context(1), parts="yes")),  # type: ignore[arg-type]
     ("base is 5, not a Match", lambda n: n.match(context(1), base=5)),  # type: ignore[arg-type]
@@ -76,6 +78,7 @@ def test_a_wrong_argument_is_named_with_what_is_expected(daemon: DaemonProcess, 
     [
         ("endpoint is 7421, not HOST:PORT", {"endpoint": 7421}),
         ("timeout is 'a', not a number of seconds", {"timeout": "a"}),
+        ("timeout is 0, not a number of seconds above 0", {"timeout": 0}),
         ("connections is '2', not a whole number", {"connections": "2"}),
         ("token is b'secret', not text", {"token": b"secret"}),
         ("local_addresses is '127.0.0.1', not a list", {"local_addresses": "127.0.0.1"}),
