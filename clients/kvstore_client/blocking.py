@@ -2,6 +2,7 @@
 
 import os
 import ssl
+import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from kvstore_client.match import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
 from kvstore_client.plan import Priority
 from kvstore_client.put import PutResult
+from kvstore_client.spent import spent
 from kvstore_client.text import Given
 from kvstore_client.tokens import Extras, Tokens
 from kvstore_client.transfer import Progress
@@ -109,22 +111,32 @@ class Client:
         """The links to the daemon, and what went over each so far."""
         return self._client.links
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on this client's loop. Raises BadRequest if that is in another process, as after a fork."""
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None, began: float = 0.0) -> T:
+        """Run a coroutine on this client's loop. Raises BadRequest if that is in another process, as after a fork.
+
+        `timeout` is the call's own (the client's, if it has none), and counts from when it `began` (monotonic; by default now).
+        """
         if os.getpid() != self._process:
             work.close()
             raise self._forked()
-        self._direct.settle()
-        return self._thread.run(work)
+        began = began or time.monotonic()
+        self._direct.settle(began + self._bound_of(timeout))
+        with spent(time.monotonic() - began):
+            return self._thread.run(work)
+
+    def _bound_of(self, timeout: Any) -> float:
+        """Seconds that a call has; what is no number is for the call itself to refuse."""
+        return timeout if isinstance(timeout, int | float) else self._client.timeout
 
     def quickly(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
         """Run what `work` makes, a coroutine of small requests, in the calling thread if that is possible, else on this client's loop."""
         if os.getpid() != self._process:
             raise self._forked()
+        began = time.monotonic()
         try:
-            return self._direct.run(work, timeout)
+            return self._direct.run(work, self._bound_of(timeout), began)
         except Elsewhere:
-            return self.run(work())
+            return self.run(work(), timeout, began)
 
     def _forked(self) -> BadRequest:
         return BadRequest(f"this client is of process {self._process}, and this is a fork of it: make a client here")
@@ -261,7 +273,7 @@ class Namespace(BlockingTextCalls):
             extras=extras, hints=hints, estimate=estimate, rebuildable=rebuildable, rebuild_s=rebuild_s, holes=holes, timeout=timeout,
         )  # fmt: skip
         waits = rebuildable or rebuild_s
-        return Match(self._client, self._client.run(work()) if waits else self._client.quickly(work, timeout))
+        return Match(self._client, self._client.run(work(), timeout) if waits else self._client.quickly(work, timeout))
 
     def fetch(
         self, match: Match, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, group_layers: int = 0,
@@ -274,7 +286,7 @@ class Namespace(BlockingTextCalls):
             progress=progress, plan=plan, priority=priority, timeout=timeout,
         )  # fmt: skip
         small = on_group is None and progress is None and (_bytes_of(out) <= SMALL_BYTES or (isinstance(match, Match) and match.inner.near))
-        return self._client.quickly(work, timeout) if small else self._client.run(work())
+        return self._client.quickly(work, timeout) if small else self._client.run(work(), timeout)
 
     def view(self, match: Match, *, component: int = 0, pages: tuple[int, int] | None = None, timeout: float | None = None) -> LocalView:
         """Matched pages where they lie in the daemon's memory (see the asynchronous Namespace.view)."""
@@ -295,7 +307,7 @@ class Namespace(BlockingTextCalls):
             base=_inner(base), put_id=put_id, hints=hints, progress=progress, recipe=recipe,
             timeout=timeout,
         )  # fmt: skip
-        return self._client.run(putting)
+        return self._client.run(putting, timeout)
 
     def stream_put(
         self, tokens: Tokens, *, first_page: int = 0, part: PartRange | None = None, durable: bool = False, whole_s: float = 0.0,
@@ -321,34 +333,38 @@ class Namespace(BlockingTextCalls):
     ) -> int:  # fmt: skip
         """Bring pages into the daemon's DRAM (see the asynchronous Namespace.prefetch)."""
         return self._client.run(
-            self.inner.prefetch(tokens, pages=pages, extras=extras, rebuild=rebuild, within_s=within_s, timeout=timeout)
+            self.inner.prefetch(tokens, pages=pages, extras=extras, rebuild=rebuild, within_s=within_s, timeout=timeout), timeout
         )
 
     def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:
         """Keep a prefix from being evicted (see the asynchronous Namespace.pin)."""
-        return self._client.run(self.inner.pin(tokens, ttl_s, extras=extras, timeout=timeout))
+        return self._client.run(self.inner.pin(tokens, ttl_s, extras=extras, timeout=timeout), timeout)
 
     def unpin(self, pin: int, timeout: float | None = None) -> None:
         """End a pin."""
-        self._client.run(self.inner.unpin(pin, timeout))
+        self._client.run(self.inner.unpin(pin, timeout), timeout)
 
     def abandon(
         self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
         timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Say that a context will not be used again (see the asynchronous Namespace.abandon)."""
-        return self._client.run(self.inner.abandon(tokens, from_page=from_page, from_token=from_token, extras=extras, timeout=timeout))
+        return self._client.run(
+            self.inner.abandon(tokens, from_page=from_page, from_token=from_token, extras=extras, timeout=timeout), timeout
+        )
 
     def abandon_session(self, session: str | bytes, timeout: float | None = None) -> int:
         """Say that a session is over (see the asynchronous Namespace.abandon_session)."""
-        return self._client.run(self.inner.abandon_session(session, timeout))
+        return self._client.run(self.inner.abandon_session(session, timeout), timeout)
 
     def delete(
         self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
         timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Delete a prefix from a page, or a token, on (see the asynchronous Namespace.delete)."""
-        return self._client.run(self.inner.delete(tokens, from_page=from_page, from_token=from_token, extras=extras, timeout=timeout))
+        return self._client.run(
+            self.inner.delete(tokens, from_page=from_page, from_token=from_token, extras=extras, timeout=timeout), timeout
+        )
 
 
 def _inner(match: Any) -> Any:

@@ -28,6 +28,7 @@ from kvstore_client.links import Link
 from kvstore_client.namespace import Namespace
 from kvstore_client.pool import Pool
 from kvstore_client.same_host import SameHost
+from kvstore_client.spent import taken
 from kvstore_client.times import milliseconds
 from kvstore_client.waiting import blamed
 
@@ -51,12 +52,13 @@ class Deadline:
         self._timeout: asyncio.Timeout | None = None
 
     async def __aenter__(self) -> None:
+        seconds = self._seconds - taken()
         if (line := current()) is not None:
-            line.bound(self._seconds)
+            line.bound(seconds)
         else:
             if self._client.loop is not (loop := asyncio.get_running_loop()):
                 self._client.take_loop(loop)
-            self._timeout = await asyncio.timeout(self._seconds).__aenter__()
+            self._timeout = await asyncio.timeout(seconds).__aenter__()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._timeout is not None:
@@ -126,10 +128,10 @@ class AsyncClient:
 
     async def __aenter__(self) -> "AsyncClient":
         try:
-            if self._pool.several:
-                async with self.deadline(None):
+            async with self.deadline(None):
+                if self._pool.several:
                     await self._pool.open_links()
-            await self.ping()
+                await self.ping()
         except BaseException:
             await self.close()
             raise

@@ -33,6 +33,7 @@ from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore.api.wire.spin import SPIN_S, Spin
 from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
 from kvstore_client.plan import FetchPlan
+from kvstore_client.progress import bytes_received
 from kvstore_client.stripes import Stripe
 from kvstore_client.waiting import Patience
 
@@ -40,6 +41,8 @@ M = TypeVar("M", bound=Message)
 
 TLS_SCHEME = "tls://"
 _HANDSHAKE_S = 10.0
+_STALLED_S = 0.1
+"""A cancelled fetch does not wait for a frame of which nothing has come for so long."""
 _SOON_BYTES = 256 << 10
 """What is fetched into no more than this is expected within microseconds."""
 
@@ -353,13 +356,30 @@ class Connection(Answers[asyncio.Future[Frame]]):
             return
         call.target = None
         try:
+            self._adopt(self._tell_to_stop(number))  # whose time is over does not wait for it, too
             async with asyncio.timeout(call.quiet_s):
-                await self._send(encode(FrameType.CANCEL, 0, pack(Cancel(target=number))))
                 while self._receiving == number:
-                    await self._frame_done.wait()
+                    await self._wait_for_frame()
         except BaseException as error:  # also if it is cancelled again meanwhile
             self.give_up("a cancelled transfer did not stop")
-            if not isinstance(error, TimeoutError | ConnectionLost):
+            if not isinstance(error, TimeoutError):
+                raise
+
+    async def _tell_to_stop(self, number: int) -> None:
+        try:
+            async with asyncio.timeout(QUIET_S):
+                await self._send(encode(FrameType.CANCEL, 0, pack(Cancel(target=number))))
+        except (TimeoutError, ConnectionLost):
+            self.give_up("a cancelled transfer did not stop")
+
+    async def _wait_for_frame(self) -> None:
+        """Wait for the frame that is arriving, or for more of it. Raises TimeoutError if nothing comes."""
+        before = bytes_received(self._channel.sock)
+        try:
+            async with asyncio.timeout(_STALLED_S):
+                await self._frame_done.wait()
+        except TimeoutError:
+            if bytes_received(self._channel.sock) == before:
                 raise
 
     # --- replies -------------------------------------------------------------------------------------------------------
@@ -382,7 +402,11 @@ class Connection(Answers[asyncio.Future[Frame]]):
             undo = FrameType.LEASE_RELEASE, LeaseRequest(lease=lease, quiet=True)
         else:
             return
-        task = asyncio.create_task(self._undo(*undo))
+        self._adopt(self._undo(*undo))
+
+    def _adopt(self, last: Coroutine[Any, Any, None]) -> None:
+        """Run something that nobody waits for."""
+        task = asyncio.create_task(last)
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 

@@ -20,6 +20,7 @@ from kvstore.api.wire.messages import Empty, Fetched, Hello, Message
 from kvstore_client.answers import Answers, Call, Slot, fetch_request
 from kvstore_client.connection import parse_endpoint
 from kvstore_client.plan import FetchPlan
+from kvstore_client.spent import spent
 from kvstore_client.stripes import Stripe
 
 if TYPE_CHECKING:
@@ -64,10 +65,11 @@ class Line(Answers[Slot]):
         family, address = parse_endpoint(endpoint)
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
+            until = time.monotonic() + seconds
             sock.settimeout(seconds)
             sock.connect(address)
             line = cls(BlockingChannel(sock), near=family == socket.AF_UNIX)
-            line.bound(seconds)
+            line.bound(until - time.monotonic())
             at_once(line._greet(hello))
         except BaseException:
             sock.close()
@@ -174,17 +176,21 @@ class Direct:
         self._not_before = 0.0
         self._closed = False
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None) -> T:
-        """Run what `work` makes by the line. Raises Elsewhere if that can't be: there is none, or another thread has it."""
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float, began: float) -> T:
+        """Run what `work` makes by the line, within `timeout` seconds of when it `began` (monotonic).
+
+        Raises Elsewhere if that can't be: there is no line, or another thread has it.
+        """
         self._asked += 1
         if self._asked <= _AFTER or not self._lock.acquire(blocking=False):
             raise Elsewhere
         try:
-            line = self._ready(timeout if isinstance(timeout, int | float) else self._client.timeout)
+            line = self._ready(timeout)
             if line is None:
                 raise Elsewhere
             try:
-                return line.run(work())
+                with spent(time.monotonic() - began):
+                    return line.run(work())
             except ConnectionLost:
                 raise Elsewhere from None
             except DeadlineExceeded:
@@ -193,20 +199,20 @@ class Direct:
         finally:
             self._lock.release()
 
-    def settle(self) -> None:
+    def settle(self, end: float) -> None:
         """Wait until the daemon has done what was not waited for: what goes over another connection now may depend on it.
 
-        For a moment only: the daemon may stand still, or another thread wait for it over the line.
+        For a moment only, and not after `end` (monotonic): the daemon may stand still, or another thread wait for it over the line.
         """
         line = self._line
         if line is None or not line.unheard:
             return
-        until = time.monotonic() + _SETTLE_S
-        if not self._lock.acquire(timeout=_SETTLE_S):
+        until = min(time.monotonic() + _SETTLE_S, end)
+        if not self._lock.acquire(timeout=max(until - time.monotonic(), 0)):
             return
         try:
             if line.lost is None:
-                line.bound(max(until - time.monotonic(), _SETTLE_S / 10))
+                line.bound(until - time.monotonic())
                 with suppress(KVStoreError, TimeoutError):  # then it ends with the session, or by its time
                     at_once(line.settle())
         finally:

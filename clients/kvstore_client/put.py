@@ -3,7 +3,6 @@
 Streams of layers are in streams.py.
 """
 
-import asyncio
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, near_fr
 from kvstore_client.plan import INTERACTIVE_BYTES
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.times import milliseconds
-from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, abort_put, put_at_once, send_striped
+from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, give_up_put, put_at_once, send_striped
 from kvstore_client.waiting import Patience
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ async def _attempt(
         if pool.several:
             connection = await pool.first()  # the daemon has all slices, and the link that PUT went over may be gone
         committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
-    except BaseException:  # whatever it was: the put must not stay open, with its slots
-        await asyncio.shield(abort_put(pool, handle, connection))
+    except BaseException as error:  # whatever it was: the put must not stay open, with its slots
+        await give_up_put(pool, handle, error, connection)
         raise
     return committed

@@ -28,13 +28,15 @@ from kvstore_client.put import PutResult, in_all
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, with_extras
-from kvstore_client.transfer import Progress, abort_put, fetch_striped, send_striped
+from kvstore_client.transfer import Progress, fetch_striped, give_up_put, send_striped
 from kvstore_client.waiting import Patience
 
 if TYPE_CHECKING:
     from kvstore_client.namespace import Namespace
 
 _POLL_MS = 1000
+_ANSWER_S = 0.25
+"""So much later than it was told to answer the daemon may do so."""
 
 
 class PutStream:
@@ -79,7 +81,7 @@ class PutStream:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._ready is not None and not self._ended:
             self._ended = True
-            await asyncio.shield(abort_put(self._namespace.client.pool, self._ready.handle))
+            await give_up_put(self._namespace.client.pool, self._ready.handle, error)
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -192,9 +194,9 @@ class Follower:
         deadline = time.monotonic() + self._timeout
         client = self._namespace.client
         while True:
-            wait_ms = min(_POLL_MS, max(int((deadline - time.monotonic()) * 1000), 0))
-            message = Follow(namespace=self._namespace.id, put_id=self._put_id, beyond=len(self._puts), wait_ms=wait_ms)
-            found, _ = await client.call(FrameType.FOLLOW, message, FollowedPuts, timeout=self._timeout + _POLL_MS / 1000)
+            left = min(_POLL_MS / 1000, max(deadline - time.monotonic(), 0.0))
+            message = Follow(namespace=self._namespace.id, put_id=self._put_id, beyond=len(self._puts), wait_ms=int(left * 1000))
+            found, _ = await client.call(FrameType.FOLLOW, message, FollowedPuts, timeout=left + _ANSWER_S)
             self._puts = found.items
             self.pages = self._covered()
             if self.pages[0] < self.pages[1]:
@@ -291,8 +293,9 @@ class Follower:
     async def committed(self, *, timeout: float | None = None) -> None:
         """Wait until all puts that were followed are committed. Raises NotFound if one is not: what was read is void then."""
         self._raise_if_not_entered()
-        seconds = self._timeout if timeout is None else timeout
+        end = time.monotonic() + (self._timeout if timeout is None else timeout)
         while self._puts:
-            message = Outcome(handle=self._puts[0].handle, wait_ms=int(seconds * 1000))
-            await self._namespace.client.call(FrameType.OUTCOME, message, Empty, timeout=seconds + 1.0)
+            left = max(end - time.monotonic(), 0.0)
+            message = Outcome(handle=self._puts[0].handle, wait_ms=int(left * 1000))
+            await self._namespace.client.call(FrameType.OUTCOME, message, Empty, timeout=left + _ANSWER_S)
             del self._puts[0]

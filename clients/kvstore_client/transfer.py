@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from kvstore.api.wire import MAX_BULK_PAYLOAD, BadRequest, ConnectionLost, FrameType, NotFound
+from kvstore.api.wire import MAX_BULK_PAYLOAD, BadRequest, ConnectionLost, DeadlineExceeded, FrameType, NotFound
 from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutReady, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.direct import current
@@ -23,6 +23,7 @@ AT_ONCE_BYTES = 4 << 20
 """Puts up to here are sent without asking what is wanted, on one connection."""
 ALONE_AT_ONCE_BYTES = 64 << 20
 """As `AT_ONCE_BYTES`, for a client that has only one connection. What is not wanted travels in vain only until the daemon says so."""
+_ABORT_S = 1.0
 _BREATH_BYTES = 4 << 20
 """So much is sent before others on the loop get a turn: a millisecond or two."""
 
@@ -131,11 +132,19 @@ async def abort_put(pool: Pool, handle: int, carrier: Connection | None = None) 
     `carrier` is the connection that its PUT went over: on another one this could get there before the PUT, which then stays open.
     """
     try:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(_ABORT_S):
             connection = carrier if carrier is not None and carrier.lost is None else await pool.first()
             await connection.call(FrameType.ABORT, PutHandle(handle=handle), Empty)
     except (BadRequest, ConnectionLost, NotFound, TimeoutError):  # BadRequest: the client was closed
         pass  # then the daemon ends it with the session, or by its own time limit
+
+
+async def give_up_put(pool: Pool, handle: int, why: BaseException | None, carrier: Connection | None = None) -> None:
+    """As `abort_put`, to its end. Whose time is over, or who was cancelled, does not wait for it: the pool does when it is closed."""
+    task = asyncio.create_task(abort_put(pool, handle, carrier), name="kvstore-client-abort")
+    pool.adopt(task)
+    if not isinstance(why, asyncio.CancelledError | DeadlineExceeded):
+        await asyncio.shield(task)
 
 
 async def together(jobs: "Sequence[Coroutine[Any, Any, None]]") -> None:

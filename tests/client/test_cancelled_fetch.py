@@ -42,8 +42,10 @@ class HalfADaemon:
         return header.request
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["out of patience", "cancelled twice"])
-async def test_nothing_more_is_written(again: bool) -> None:
+@pytest.mark.parametrize(
+    ("quiet_s", "again"), [(0, False), (60, True), (60, False)], ids=["out of patience", "cancelled twice", "it stalls"]
+)
+async def test_nothing_more_is_written(quiet_s: float, again: bool) -> None:
     daemon = HalfADaemon()
     async with await asyncio.start_server(daemon.serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
@@ -51,7 +53,7 @@ async def test_nothing_more_is_written(again: bool) -> None:
         layout = SliceLayout((SIZE,))
         item = Item(bytes(16), layout, Run(0, 0, SIZE), (Piece(0, SIZE, 0, True),), 0, 0)
         plan, buffer = FetchPlan(blocks_of([item]), 1), bytearray(SIZE)
-        fetch = asyncio.create_task(connection.fetch("ns", plan.stripes[0], memoryview(buffer), plan, quiet_s=60 if again else 0))
+        fetch = asyncio.create_task(connection.fetch("ns", plan.stripes[0], memoryview(buffer), plan, quiet_s=quiet_s))
         await daemon.half.wait()
         while buffer[SIZE // 8] != ord("x"):  # the socket may keep what is less than it is waited for
             await asyncio.sleep(0.001)
@@ -59,7 +61,8 @@ async def test_nothing_more_is_written(again: bool) -> None:
         if again:
             await asyncio.sleep(0.01)  # it waits for the rest of the frame
             fetch.cancel()
-        await asyncio.wait([fetch])
+        _, still = await asyncio.wait([fetch], timeout=20)
+        assert not still, "it waits for a frame of which nothing comes"
         daemon.go_on.set()
         await daemon.sent.wait()
         for _ in range(10):
