@@ -295,7 +295,8 @@ class Namespace(TextCalls):
     ) -> int:  # fmt: skip
         """Bring the pages [first, last) of the longest usable prefix (all of it, if not given) into the daemon's DRAM.
 
-        Returns the blobs that were brought up. Stops early, without an error, where DRAM has no room. `rebuild` has what is gone computed
+        Of a flat namespace it is what is there of these pages of a list (up to 256). Returns the blobs that were brought up. Stops early,
+        without an error, where DRAM has no room. `rebuild` has what is gone computed
         again ahead of need, if there is a worker for it, and it is likely to be there `within_s` (0: at any time).
         """
         first, last = pages or (0, -1)

@@ -6,6 +6,8 @@ Bookkeeping on the loop's thread: no await, no I/O.
 """
 
 import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +25,8 @@ from kvstore.store.space import Space
 
 _log = logging.getLogger("kvstore.store")
 
+_AT_ONCE = 256
+"""So many assemblies are looked at in one go where many are given up."""
 MAX_PENDING_PAGES = 1 << 17
 """Of all computations: each costs some hundred bytes besides its parts."""
 
@@ -71,23 +75,44 @@ class Assemblies:
     """All assemblies of a daemon."""
 
     def __init__(self) -> None:
-        self._by_id: dict[_Name, Assembly] = {}
+        self._by_id: OrderedDict[_Name, Assembly] = OrderedDict()
+        """The next to expire first: each time more comes, it is kept for as long."""
+        self._by_space: dict[int, dict[_Name, Assembly]] = {}
+        self._by_owner: dict[int, dict[_Name, None]] = {}
+        self._doomed: deque[Iterator[Assembly | None]] = deque()
+        """What is to be given up, found out when it is its turn; None for what is not, after all."""
+        self.pages = 0
+        """Pages that are not whole yet, or wait for a page before them."""
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    @property
-    def pages(self) -> int:
-        """Pages that are not whole yet, or wait for a page before them."""
-        return sum(len(p.rows) for a in self._by_id.values() for p in a.pending)
-
     def of_space(self, space: Space) -> list[Assembly]:
         """Those of a namespace."""
-        return [a for a in self._by_id.values() if a.space is space]
+        return list(self._by_space.get(space.number, {}).values())
 
-    def expired(self, now: float) -> list[Assembly]:
-        """Those whose time is over."""
-        return [a for a in self._by_id.values() if a.expires <= now]
+    def _add(self, assembly: Assembly) -> None:
+        self._by_id[assembly.name] = self._by_space.setdefault(assembly.space.number, {})[assembly.name] = assembly
+
+    def _remove(self, assembly: Assembly) -> None:
+        del self._by_id[assembly.name]
+        own = self._by_space[assembly.space.number]
+        del own[assembly.name]
+        if not own:
+            del self._by_space[assembly.space.number]
+        for owner in assembly.owners:
+            self._disown(owner, assembly.name)
+
+    def _own(self, owner: int, assembly: Assembly) -> None:
+        assembly.owners.add(owner)
+        self._by_owner.setdefault(owner, {})[assembly.name] = None
+
+    def _disown(self, owner: int, name: "_Name") -> None:
+        names = self._by_owner.get(owner)
+        if names is not None:  # None: it is gone
+            names.pop(name, None)
+            if not names:
+                del self._by_owner[owner]
 
     def pending_of(self, space: Space, put_id: bytes, key: bytes = b"") -> list[Pending]:
         """What is pending under a put id; in a flat namespace, of the page `key`."""
@@ -117,19 +142,24 @@ class Assemblies:
         name = _name(space, put_id, pending.keys)
         assembly = self._by_id.get(name)
         if assembly is None:
-            assembly = self._by_id[name] = Assembly(space, name, bring.expires, set(), False, [])
+            assembly = Assembly(space, name, bring.expires, set(), False, [])
+            self._add(assembly)
+        else:
+            self._by_id.move_to_end(name)
         assembly.expires = max(assembly.expires, bring.expires)
-        assembly.owners.add(bring.owner)
+        self._own(bring.owner, assembly)
         assembly.durable |= bring.durable
         assembly.hints = assembly.hints if bring.hints == NO_HINTS else bring.hints
         for other in list(assembly.pending):
             if not other.meets(pending):  # asked anew after each join: what goes on from here may be two branches
                 continue
             assembly.pending.remove(other)
+            self.pages -= len(other.rows)
             pending, spare = other.joined(pending)
             for row in spare:
                 space.unpin(row)
         assembly.pending.append(pending)
+        self.pages += len(pending.rows)
 
     def take_whole(self, space: Space, put_id: bytes, pending: Pending) -> bool:
         """Bring what a put brought straight into the tree, if nothing else is pending of its computation and it is simply new, whole
@@ -220,8 +250,9 @@ class Assemblies:
                 went_on.append((assembly, last))
             if not (pending.rows >= 0).any():
                 assembly.pending.remove(pending)
+                self.pages -= len(pending.rows)
         if not assembly.pending:
-            del self._by_id[assembly.name]
+            self._remove(assembly)
         return went_on
 
     def adopt(self, space: Space, put_id: bytes, keys: bytes, owner: int) -> bool:
@@ -233,20 +264,67 @@ class Assemblies:
         found = [self._by_id.get(_name(space, put_id, keys[end - KEY_BYTES : end])) for end in ends]
         for assembly in found:
             if assembly is not None:
-                assembly.owners.add(owner)
+                self._own(owner, assembly)
         return any(assembly is not None for assembly in found)
 
     def drop(self, assembly: Assembly) -> None:
         """Give up what is pending."""
-        del self._by_id[assembly.name]
+        self._remove(assembly)
         for pending in assembly.pending:
+            self.pages -= len(pending.rows)
             _let_go(assembly.space, pending, slice(None), pending.rows >= 0)
+
+    def drop_all(self) -> None:
+        """Give up everything."""
+        for assembly in list(self._by_id.values()):
+            self.drop(assembly)
+
+    # --- giving up many, some at a time --------------------------------------------------------------------------------
 
     def release_owner(self, owner: int) -> None:
         """A client is gone. What it brought stays as long as another shard of the computation is alive, who may bring the rest."""
-        for assembly in [a for a in self._by_id.values() if owner in a.owners]:
-            assembly.owners.discard(owner)
-            if not assembly.owners:
+        if names := self._by_owner.pop(owner, None):
+            self._doom(self._left_by(owner, list(names)))
+
+    def expire(self, now: float) -> None:
+        """The time is `now`: give up those whose time is over."""
+        self._doom(self._expired(now))
+
+    def end_space(self, space: Space) -> None:
+        """A namespace was dropped."""
+        self._doom(assembly if self._by_id.get(assembly.name) is assembly else None for assembly in self.of_space(space))
+
+    def _left_by(self, owner: int, names: "list[_Name]") -> Iterator[Assembly | None]:
+        for name in names:
+            assembly = self._by_id.get(name)
+            if assembly is not None:
+                assembly.owners.discard(owner)
+            yield assembly if assembly is not None and not assembly.owners else None
+
+    def _expired(self, now: float) -> Iterator[Assembly | None]:
+        while self._by_id and (first := next(iter(self._by_id.values()))).expires <= now:
+            yield first
+
+    def _doom(self, them: Iterator[Assembly | None]) -> None:
+        self._doomed.append(them)
+        self.release_some()
+
+    @property
+    def some_left(self) -> bool:
+        """Whether there may be more to give up: call `release_some` in turns of the loop."""
+        return bool(self._doomed)
+
+    def release_some(self) -> None:
+        """Give up some of what is to be given up."""
+        for _ in range(_AT_ONCE):
+            if not self._doomed:
+                return
+            try:
+                assembly = next(self._doomed[0])
+            except StopIteration:
+                self._doomed.popleft()
+                continue
+            if assembly is not None:
                 self.drop(assembly)
 
 

@@ -77,12 +77,15 @@ class Pending:
         assert self.meets(other), "two branches were about to be joined"
         first, end = min(self.first, other.first), max(self.end, other.end)
         front, back = (self, other) if self.first <= other.first else (other, self)
-        ranges = (*self.ranges, *(r for r in other.ranges if r not in self.ranges))
+        places = {r: place for place, r in enumerate(self.ranges)}
+        for part_range in other.ranges:
+            places.setdefault(part_range, len(places))
+        ranges = tuple(places)
         rows = np.full((end - first, len(ranges)), -1, np.int32)
         rows[self.first - first : self.end - first, : len(self.ranges)] = self.rows
         spare: list[int] = []
         for part, part_range in enumerate(other.ranges):
-            ours = rows[other.first - first : other.end - first, ranges.index(part_range)]
+            ours = rows[other.first - first : other.end - first, places[part_range]]
             theirs = other.rows[:, part]
             spare += theirs[(ours >= 0) & (theirs >= 0)].tolist()
             ours[:] = np.where(ours >= 0, ours, theirs)

@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from kvstore.errors import BadRequest, Busy, Conflict, NotFound
-from kvstore.hints import Hints
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.radix.below import with_all_below
 from kvstore.radix.pages import ANONYMOUS, GHOST, RECIPE
 from kvstore.radix.tree import Extras
@@ -16,6 +16,7 @@ from kvstore.store.leases import Lease, Leases
 from kvstore.store.matching import each_prefix, known_path, usable_path
 from kvstore.store.reading import Reading
 from kvstore.store.recipes import Recipes
+from kvstore.store.removing import remove_alone
 from kvstore.store.session_ends import Line
 from kvstore.store.space import Space
 from kvstore.store.uses import Uses
@@ -44,12 +45,28 @@ class Prefixes:
     async def prefetch(self, space: Space, tokens: bytes, extras: Extras, first: int = 0, last: int = -1) -> tuple[int, int, int]:
         """Bring the pages [first, last) of the longest usable prefix into DRAM, a few blobs at a time, and count it as a use.
 
-        Returns pages, and blobs and stored bytes brought up. Ends early where there is no room, or where a blob is lost.
+        Of a flat namespace that is what is there of those pages of a list. Returns pages, and blobs and stored bytes brought up. Ends
+        early where there is no room, or where a blob is lost.
         """
-        path = usable_path(space, tokens, extras)
-        last = path.pages if last < 0 else min(last, path.pages)
-        self._uses.use(space, path)
-        todo = [row for row in rows_to_load(space, path, first, last) if space.blobs.slot[row] == NO_SLOT]
+        if space.spec.flat:
+            pages, rows = self._use_alone(space, each_prefix(space, tokens, extras)[max(first, 0) : None if last < 0 else last])
+        else:
+            path = usable_path(space, tokens, extras)
+            last = path.pages if last < 0 else min(last, path.pages)
+            self._uses.use(space, path)
+            pages, rows = max(last - first, 0), rows_to_load(space, path, first, last)
+        blobs, nbytes = await self._bring_up(space, [row for row in rows if space.blobs.slot[row] == NO_SLOT])
+        return pages, blobs, nbytes
+
+    def _use_alone(self, space: Space, pages: list[tuple[bytes, Extras]]) -> tuple[int, list[int]]:
+        """Count what is there of a list as used. Returns its pages, and the blob rows that they need, each once."""
+        paths = {path.nodes[-1]: path for its in pages if (path := usable_path(space, *its)).pages}
+        slots = np.array([int(space.tree.path_slots(path)[0]) for path in paths.values()], np.int32)
+        self._uses.use_alone(space, slots, NO_HINTS)
+        return len(slots), list(dict.fromkeys(row for path in paths.values() for row in rows_to_load(space, path, 0, 1)))
+
+    async def _bring_up(self, space: Space, todo: list[int]) -> tuple[int, int]:
+        """Bring blobs into DRAM. Returns how many, and their stored bytes."""
         done = nbytes = 0
         for row in todo:
             space.pin(row)
@@ -67,7 +84,7 @@ class Prefixes:
         finally:
             for row in todo:
                 space.unpin(row)
-        return max(last - first, 0), done, nbytes
+        return done, nbytes
 
     def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float) -> Lease:
         """Keep the longest usable prefix from being evicted for `ttl_s` seconds, whoever dies.
@@ -156,15 +173,16 @@ class Prefixes:
     async def _delete_alone(self, space: Space, pages: list[tuple[bytes, Extras]], first: int) -> int:
         tree = space.tree
         there = {number: path for number, its in enumerate(pages[first:], first) if (path := known_path(space, *its)).pages}
-        keys: dict[bytes, None] = {}
+        slots: dict[int, None] = {}
         for number, path in there.items():
-            if tree.pages.leases[tree.path_slots(path)[0]]:
+            slot = int(tree.path_slots(path)[0])
+            if tree.pages.leases[slot]:
                 raise Conflict(f"page {number} of this list is leased, pinned or being put: try again later")
-            keys[tree.key_at(path)] = None
-        removed = sum(space.remove_page(tree.pages.find_key(key), ghosts=False) for key in keys)
-        if removed:
+            slots[slot] = None
+        if slots:
+            await remove_alone(space, np.array(list(slots), np.int32))
             await self._writeback.emptied()
-        return removed
+        return len(slots)
 
     async def drop(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
         """Give up the page `from_page` of a prefix and all below it on DRAM and SSD, and keep their recipes. Returns the pages.

@@ -26,6 +26,7 @@ from kvstore.tiers.dram import Arena
 
 _log = logging.getLogger("kvstore.store")
 
+_NAMED_AT_ONCE = 512
 _WRITTEN_MS = 100
 """After so long, who commits too early may try again."""
 
@@ -299,26 +300,45 @@ class Put:
 
     def in_dram_already(self) -> list[int]:
         """The blobs in DRAM that have the content of what was received; none as long as not all of it was."""
-        if self.closed or self._missing or self._error is not None:
+        if not self._whole:
             return []
         blobs = self.space.blobs
         rows = [row for row in blobs.find_many(self._blob_ids()) if row >= 0] if blobs.count else []
         return [row for row, slot in zip(rows, blobs.slot[rows].tolist(), strict=True) if slot != NO_SLOT] if rows else []
 
+    @property
+    def _whole(self) -> bool:
+        """Whether all that was wanted was received, and verified."""
+        return not (self.closed or self._missing or self._error is not None)
+
+    async def name_blobs(self) -> None:
+        """Compute the blob ids of what was received, giving way to others in between; nothing as long as not all of it was."""
+        cells = self.wanted_cells()
+        while self._whole and len(self._names) + _NAMED_AT_ONCE < len(cells):
+            self._name(cells[len(self._names) : len(self._names) + _NAMED_AT_ONCE])
+            await asyncio.sleep(0)
+
     def _blob_ids(self) -> list[bytes]:
         """Of all that was wanted, in the order of `wanted_cells`; all of it was received."""
-        if not self._names:
-            for page, part in self.wanted_cells():
-                stored, payload = self._view(page - self.first_page, part), self._layouts[part].payload_bytes
-                self._names.append(blob_id(stored[payload : payload + DIGEST_BYTES * self._layouts[part].count]))
+        if len(cells := self.wanted_cells()) > len(self._names):
+            self._name(cells[len(self._names) :])
         return self._names
+
+    def _name(self, cells: list[tuple[int, int]]) -> None:
+        for page, part in cells:
+            stored, payload = self._view(page - self.first_page, part), self._layouts[part].payload_bytes
+            self._names.append(blob_id(stored[payload : payload + DIGEST_BYTES * self._layouts[part].count]))
 
     def hand_over(self) -> Pending:
         """What was received, as blob rows, each pinned once for the caller. Bytes that the namespace has already are dropped."""
         rows = np.full(self._wanted.shape, -1, np.int32)
         try:
-            for (page, part), name in zip(self.wanted_cells(), self._blob_ids(), strict=True):
-                rows[page - self.first_page, part] = self._row_of(page - self.first_page, part, name)
+            names = self._blob_ids()
+            found = self.space.blobs.find_many(names) if names else []
+            for (page, part), name, blob in zip(self.wanted_cells(), names, found, strict=True):
+                if blob < 0:
+                    blob = self.space.blobs.find(name)  # another part of this put may be the same
+                rows[page - self.first_page, part] = self._row_of(page - self.first_page, part, name, blob)
         except BaseException:
             for row in rows[rows >= 0].tolist():
                 self.space.unpin(row)
@@ -328,10 +348,9 @@ class Put:
         extras = {page + self.base_pages: extra for page, extra in self.request.extras.items() if page + self.base_pages >= self.first_page}
         return Pending(self.first_page, self.parent, self.keys, labels, self.request.ranges, rows, extras)
 
-    def _row_of(self, row: int, part: int, name: bytes) -> int:
-        """The blob row of a received part, pinned."""
+    def _row_of(self, row: int, part: int, name: bytes, blob: int) -> int:
+        """The blob row of a received part, pinned; `blob` is that of its name, if there is one."""
         space, slot = self.space, int(self._slots[row, part])
-        blob = space.blobs.find(name)
         if blob < 0:
             blob = space.blobs.add(name, self._layouts[part])
         else:

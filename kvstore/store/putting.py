@@ -57,6 +57,7 @@ class Puts:
         """Of those by an owner: the puts that are open under a name of its own. A name may come again, a handle never does."""
         self._went_on = asyncio.Event()
         self._opened = asyncio.Event()
+        self._many = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -221,6 +222,7 @@ class Puts:
             raise
 
     async def _commit_and_wait(self, put: Put, wait_s: float) -> PutResult:
+        await put.name_blobs()
         if there := put.in_dram_already():  # it is shared, if it is what it was
             put.bad_copies = await self._copies.bad_ones(put.space, there)
         result = self._commit(put)
@@ -352,24 +354,39 @@ class Puts:
         for put in list(self._open.values()):
             if put.last_used + self._idle_s < now:
                 self.abort(put)
-        for assembly in self.assemblies.expired(now):
-            self.assemblies.drop(assembly)
-            self._writeback.poke()
+        self.assemblies.expire(now)
+        self._released()
 
     def release_owner(self, owner: int) -> None:
         """A client is gone: its puts leave nothing."""
         for put in [p for p in self._open.values() if p.owner == owner]:
             self.abort(put)
         self.assemblies.release_owner(owner)
+        self._released()
+
+    def _released(self) -> None:
+        """Shards were given up; if there are many, the rest goes in turns of the loop."""
         self._writeback.poke()
+        if self.assemblies.some_left:
+            self._many.set()
+
+    async def give_up_shards(self) -> None:
+        """A background task: of many shards that are to be given up, some at a time."""
+        while True:
+            await self._many.wait()
+            self._many.clear()
+            while self.assemblies.some_left:
+                await asyncio.sleep(0)
+                self.assemblies.release_some()
+                self._writeback.poke()
 
     def end_space(self, space: Space) -> None:
         """A namespace is dropped."""
         for put in self.of_space(space):
             put.fail(UnknownNamespace(f"namespace {space.settings.name!r} was dropped"))
             self.abort(put)
-        for assembly in self.assemblies.of_space(space):
-            self.assemblies.drop(assembly)
+        self.assemblies.end_space(space)
+        self._released()
         self._wake_waiters()
         self._opened.set()
         self._opened = asyncio.Event()
@@ -378,8 +395,7 @@ class Puts:
         """The daemon stops: everything under way ends."""
         for put in list(self._open.values()):
             self.abort(put)
-        for assembly in self.assemblies.expired(float("inf")):
-            self.assemblies.drop(assembly)
+        self.assemblies.drop_all()
 
     # --- looking on ----------------------------------------------------------------------------------------------------
 

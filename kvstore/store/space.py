@@ -235,14 +235,32 @@ class Space:
             self.forget_ghosts(self.tree.ghost_count - self.max_ghosts + self.max_ghosts // 16)
         return removed.pages
 
+    def bury_alone(self, slots: Slots) -> npt.NDArray[np.int32]:
+        """Make ghosts of pages that each stand alone. Returns their blob rows, with repeats: `settle` each, as soon as may be."""
+        removed = self.tree.bury_many(slots)
+        self.stats.dropped_pages += removed.pages
+        return self._take_from_tree(removed)
+
+    def forget_alone(self, keys: list[bytes]) -> None:
+        """Remove those of these pages, each of which stands alone, that are ghosts now."""
+        for key in keys:
+            slot = self.tree.pages.find_any(key)
+            if slot >= 0 and self.tree.pages.flags[slot] & GHOST:
+                self._watcher.forgotten(self, np.array([slot], np.int32))
+                self.tree.remove(slot)
+
     def _give_up(self, removed: Removed) -> None:
+        for row in distinct(self._take_from_tree(removed)).tolist():
+            self.settle(row)
+
+    def _take_from_tree(self, removed: Removed) -> npt.NDArray[np.int32]:
+        """Pages have left the tree. Returns the blob rows that they needed, with repeats."""
         blobs = np.concatenate(removed.blobs)
         np.subtract.at(self.blobs.pages, blobs, 1)
         np.subtract.at(self.blobs.durable_pages, np.concatenate(removed.durable_blobs), 1)
         self._trash.records += [(self.number, key) for key in removed.durable_keys]
         self._watcher.buried(self, np.concatenate(removed.slots))
-        for row in distinct(blobs).tolist():
-            self.settle(row)
+        return blobs
 
     def forget_ghosts(self, count: int) -> None:
         """Remove at least `count` ghosts for good, the coldest first, if there are so many."""

@@ -129,6 +129,7 @@ class Store:
             load,
             self._watched(self._residency.run(), "kvstore-mover"),
             self._watched(self._sweep_leases(), "kvstore-leases"),
+            self._watched(self._puts.give_up_shards(), "kvstore-shards"),
             self._watched(self._once_loaded(self._orphans.sweep), "kvstore-sweep"),
             self._watched(self._once_loaded(self.scrubber.run), "kvstore-scrub"),
             self._watched(self._expiry.run(), "kvstore-expiry"),
