@@ -23,9 +23,10 @@ with needs("LMCache 0.5.6", "pip install lmcache==0.5.6", "docs/lmcache.md"):
     from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
     from lmcache.v1.platform import create_event_notifier
 
-from kvstore_client import BadRequest, Conflict, NotFound
+from kvstore_client import BadRequest, NotFound
 from kvstore_client.match import Match
 from kvstore_client.namespace import Namespace
+from kvstore_connectors.hashed_deletes import delete_pages
 from kvstore_connectors.hashed_link import LinkOptions, StoreLink
 from kvstore_connectors.hashed_pages import labels, scattered
 from kvstore_connectors.hashed_puts import Outcome, batches, put_pages
@@ -401,14 +402,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return sizes
 
     async def _delete_all(self, keys: list[Any], sizes: dict[Any, int]) -> None:
+        spaces: dict[Space, list[Any]] = defaultdict(list)
         for key in keys:
-            for space in list(self._spaces[key.model_name, key.object_group_id]):
-                pages = await self._link.attempt(partial(self._delete_one, key, space), 0, self._config.link.transfer_timeout_s)
-                if pages:
-                    sizes[key] = space.layout.nbytes
+            for space in self._spaces[key.model_name, key.object_group_id]:
+                spaces[space].append(key)
+        for space, its in spaces.items():
+            nothing: set[bytes] = set()
+            gone = await self._link.attempt(partial(self._delete_some, its, space), nothing, self._config.link.transfer_timeout_s)
+            sizes.update((key, space.layout.nbytes) for key in its if label_of(key) in gone)
 
-    async def _delete_one(self, key: Any, space: Space) -> int:
-        try:
-            return await (await self._open(space)).delete(label_of(key))
-        except Conflict:
-            return 0  # it is leased
+    async def _delete_some(self, keys: list[Any], space: Space) -> set[bytes]:
+        return await delete_pages(await self._open(space), [label_of(key) for key in keys])
