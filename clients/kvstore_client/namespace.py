@@ -27,7 +27,7 @@ from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
 from kvstore_client.fetching import OnGroup, fetch_blocks
 from kvstore_client.match import Match
 from kvstore_client.plan import Priority, layer_groups, page_parts
-from kvstore_client.put import PUT_BYTES, PUT_PAGES, PutResult, in_all, put_once
+from kvstore_client.put import PUT_BYTES, PUT_PAGES, PutResult, commit_bytes, in_all, put_once
 from kvstore_client.put_flat import flat_commits, put_flat
 from kvstore_client.put_layout import check_alone
 from kvstore_client.scattered import Scattered, laid_out
@@ -239,7 +239,7 @@ class Namespace(TextCalls):
             message = PutStart(namespace=self.id, put_id=put_id, first_page=0, parts=[], ack=ack, hints=hints_meta(hints))
             if first_page or base is not None or recipe is not None:
                 raise BadRequest("in a flat namespace every page stands alone: there is no first page, no base and no recipe")
-            commits = flat_commits(self.spec, parts, raw, data, spans, extras)
+            commits = flat_commits(self.client.pool, self.spec, parts, raw, data, spans, extras)
             async with self.client.deadline(timeout):
                 return await put_flat(self.client, commits, message, whole_s, progress)
         start = base.pages if base is not None else 0
@@ -250,7 +250,8 @@ class Namespace(TextCalls):
         layout, source = laid_out(self.spec, parts, first_page, total, spans, data)
         done: list[Committed] = []
         async with self.client.deadline(timeout):
-            for first, last in layout.commits(PUT_PAGES, PUT_BYTES):
+            cut = list(layout.commits(PUT_PAGES, commit_bytes(self.client.pool, self.spec, parts, PUT_BYTES)))
+            for first, last in cut:
                 ranges, its_spans = layout.between(first, last)
                 if not ranges:
                     continue
@@ -262,7 +263,7 @@ class Namespace(TextCalls):
                     hints=hints_meta(hints), recipe_kind=recipe.kind if recipe is not None else "",
                     recipes=recipe.of(first - first_page, last - first_page, total - first_page) if recipe is not None else [],
                 )  # fmt: skip
-                done.append(await put_once(self.client, message, payload, source, layout, whole_s, progress))
+                done.append(await put_once(self.client, message, payload, source, layout, whole_s, progress, alone=len(cut) == 1))
         return in_all(done)
 
     # --- streams -------------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ class Pool:
         self.size = size = max(size, len(self.links))
         self.session = b""
         self.epoch = 0
+        self.put_bytes = 0
+        """How large puts had best be, as stored, by what the daemon says of itself; 0 if it does not."""
         self._store = b""
         self._client = client
         self._token = token
@@ -206,6 +208,7 @@ class Pool:
                 await self._renewed(link, connection)  # the daemon was restarted, or all our connections broke: begin anew
             self.session, self.epoch = connection.welcome.session, connection.welcome.epoch
             self._store = link.store = connection.welcome.store
+            self.put_bytes = connection.welcome.put_bytes
             return connection
 
     async def _renewed(self, link: Link, connection: Connection) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore.api.wire import MAX_BULK_PAYLOAD, Busy, FrameType, PartRange
+from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, Busy, FrameType, KVSpec, PartRange
 from kvstore.api.wire.messages import Commit, Committed, PutReady, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, near_frame_bytes, put_near, put_near_at_once
 from kvstore_client.plan import INTERACTIVE_BYTES
+from kvstore_client.pool import Pool
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.times import milliseconds
 from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, give_up_put, put_at_once, send_striped
@@ -22,6 +23,8 @@ from kvstore_client.waiting import Patience
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
 
+_STORED_STEP = 256
+"""The daemon keeps parts, with their digests, in slots whose sizes are multiples of this."""
 PUT_PAGES = 4096
 PUT_BYTES = 64 << 20
 """A put is sent in commits of about so many bytes, the front of the prefix first."""
@@ -47,12 +50,25 @@ def in_all(done: Iterable[PutResult | Committed]) -> PutResult:
     return PutResult(new, existing, pending)
 
 
+def commit_bytes(pool: Pool, spec: KVSpec, parts: tuple[PartRange, ...], most: int) -> int:
+    """Payload bytes of a commit of these parts: `most`, or what the daemon's DRAM has room for."""
+    found = most
+    for part in parts if pool.put_bytes else ():
+        layout = spec.slice_layout(part)
+        stored = -(-(layout.payload_bytes + DIGEST_BYTES * layout.count) // _STORED_STEP) * _STORED_STEP
+        found = min(found, pool.put_bytes * layout.payload_bytes // stored)
+    return found
+
+
 async def put_once(
     client: "AsyncClient", message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float,
-    progress: Progress | None = None,
+    progress: Progress | None = None, *, alone: bool = True,
 ) -> Committed:  # fmt: skip
-    """One commit. A put that is cut off is put again: whoever commits a page first wins, so that is harmless."""
-    at_once = layout.total - layout.first_page <= PUT_PAGES
+    """One commit, of all of the layout if it is `alone`.
+
+    A put that is cut off is put again: whoever commits a page first wins, so that is harmless.
+    """
+    at_once = alone and layout.total - layout.first_page <= PUT_PAGES
 
     async def attempt() -> Committed:
         with client.pool.bulk(layout.nbytes > INTERACTIVE_BYTES):

@@ -9,7 +9,8 @@ import msgspec
 from kvstore.api.wire import BadRequest, KVSpec, PartRange
 from kvstore.api.wire.messages import Committed, PutStart
 from kvstore_client.convert import part_list
-from kvstore_client.put import PutResult, in_all, put_once
+from kvstore_client.pool import Pool
+from kvstore_client.put import PutResult, commit_bytes, in_all, put_once
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.scattered import Scattered, laid_out
 from kvstore_client.tokens import Extras, with_extras
@@ -38,7 +39,7 @@ class FlatCommit:
 
 
 def flat_commits(
-    spec: KVSpec, parts: tuple[PartRange, ...], labels: memoryview, data: Any, spans: tuple[tuple[int, int], ...] | None,
+    pool: Pool, spec: KVSpec, parts: tuple[PartRange, ...], labels: memoryview, data: Any, spans: tuple[tuple[int, int], ...] | None,
     extras: Extras | None,
 ) -> list[FlatCommit]:  # fmt: skip
     """How pages are put. Raises BadRequest if bytes and pages don't go together, or a page is named twice."""
@@ -48,12 +49,12 @@ def flat_commits(
         raise BadRequest(f"{len(labels)} bytes of digests: give some of {width} bytes each")
     _check_distinct(labels, width, extras or {})
     whole, source = laid_out(spec, parts, 0, pages, spans, data)
-    return list(_commits(whole, labels, extras or {}, data, source))
+    return list(_commits(whole, labels, extras or {}, data, source, commit_bytes(pool, spec, parts, FLAT_BYTES)))
 
 
-def _commits(whole: PutLayout, labels: memoryview, extras: Extras, data: Any, source: memoryview) -> Iterator[FlatCommit]:
+def _commits(whole: PutLayout, labels: memoryview, extras: Extras, data: Any, source: memoryview, most: int) -> Iterator[FlatCommit]:
     spec, width, at = whole.spec, whole.spec.hash_bytes, 0
-    for first, last in whole.commits(max(1, min(FLAT_PAGES, FLAT_PARTS // len(whole.parts))), FLAT_BYTES):
+    for first, last in whole.commits(max(1, min(FLAT_PAGES, FLAT_PARTS // len(whole.parts))), most):
         ranges, its_spans = whole.between(first, last)
         if not ranges:
             continue

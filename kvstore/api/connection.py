@@ -178,6 +178,7 @@ class Connection:
             version=PROTOCOL_VERSION, epoch=self.store.epoch, session=self.session.id,
             server=f"kvstore {__version__}", endpoint=self.endpoint, same_host=same_host, host=host,
             connection=self.number, store=self.store.id,
+            put_bytes=self.store.quotas.put_bytes(self.grant.tenant, self.store.config.dram_bytes),
         )  # fmt: skip
         try:
             await self.reply(header.request, FrameType.WELCOME, welcome)

@@ -48,6 +48,11 @@ class Quotas:
         """A tenant's quota."""
         return self._limits.get(tenant) or self._limits.get(ANYBODY, _NO_QUOTA)
 
+    def put_bytes(self, tenant: str, dram: int) -> int:
+        """How large a tenant's puts had best be, in a DRAM tier of so many bytes: so that one has room while another is moved away."""
+        quota = self.of(tenant)
+        return max(1, min(limit for limit in (dram, quota.dram, quota.in_flight) if limit is not None) // 2)
+
     def in_flight(self, tenant: str) -> int:
         """Bytes that a tenant has in flight: put slots not committed yet, and fetches under way."""
         return self._in_flight[tenant]

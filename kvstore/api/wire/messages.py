@@ -30,6 +30,7 @@ class Welcome(Message):
     `same_host` is the endpoint at which a client on the machine `host` (see same_host.py) gets shared memory; empty if there is none.
     `connection` numbers the connections of the session, for CLOSE; a daemon that does not know CLOSE leaves it out.
     `store` (16 bytes) stays the same as long as the data directory is there.
+    Puts of up to `put_bytes`, as stored (each part with its digests, in steps of 256 bytes), find room beside another one; 0: not said.
     """
 
     version: int
@@ -41,6 +42,7 @@ class Welcome(Message):
     host: str = ""
     connection: int = 0
     store: bytes = b""
+    put_bytes: int = 0
 
 
 class ErrorReply(Message):
