@@ -234,7 +234,9 @@ class Residency:
         refusing: set[int] = set()
         while (freed := await self._reclaim_once(wanted, tenant, refusing)) <= 0 and self._refused - refusing:
             refusing |= self._refused
-        self._held_up = "what is there may not be discarded, and SSD is full" if freed <= 0 and refusing else ""
+        held_up, state = freed <= 0 and bool(refusing), self.writeback.state
+        why = "SSD is full" if state.ok else state.error().message
+        self._held_up = f"what is there may not be discarded, and {why}" if held_up else ""
         return freed
 
     async def _reclaim_once(self, wanted: int, tenant: str | None, refusing: set[int]) -> int:

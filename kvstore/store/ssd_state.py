@@ -13,14 +13,22 @@ from kvstore.errors import DiskFailing, KVStoreError, NoSpace
 _log = logging.getLogger("kvstore.ssd")
 
 SSD_STATES = OK, FULL, FAILING = "ok", "full", "failing"
-_FULL_TEXTS = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-
+_SHORTAGES = {
+    os.strerror(errno.ENOSPC): "make room on the file system of the data directory",
+    os.strerror(errno.EDQUOT): "raise the disk quota of the user that the daemon runs as",
+    os.strerror(errno.EFBIG): "raise the limit of the largest file (ulimit -f), or take a file system that has larger ones",
+}
+"""What to do about an error of the system that says that there is no room."""
 _NO_ROOM_IN_FILE = "a file of the store is as large as its budget allows"
 
 
 def is_full(error: Exception) -> bool:
     """Whether an error of LMDB or the system says that there is no room, rather than that the disk is failing."""
-    return isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or any(text in str(error) for text in _FULL_TEXTS)
+    return isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or bool(_advice(error))
+
+
+def _advice(error: Exception) -> str:
+    return next((advice for text, advice in _SHORTAGES.items() if text in str(error)), "")
 
 
 @dataclass(slots=True)
@@ -31,6 +39,8 @@ class SsdState:
     since: float = 0.0
     last_error: str = ""
     errors: int = 0
+    _said: str = ""
+    """Of a full one, what is full and what to do."""
 
     @property
     def ok(self) -> bool:
@@ -41,7 +51,13 @@ class SsdState:
         """A write failed, or takes too long. Returns what those who wait for it get."""
         full = isinstance(error, Exception) and is_full(error)
         self.errors += 1
-        self.last_error = _NO_ROOM_IN_FILE if isinstance(error, lmdb.MapFullError) else str(error)
+        if isinstance(error, lmdb.MapFullError):
+            self.last_error = _NO_ROOM_IN_FILE
+            self._said = f"the SSD tier is full ({_NO_ROOM_IN_FILE}): delete what is not needed, or give the daemon a larger --ssd"
+        else:
+            self.last_error = str(error)
+            advice = (_advice(error) if isinstance(error, Exception) else "") or "make room on it"
+            self._said = f"the disk under the SSD tier is full ({error}): {advice}, or start it with a smaller --ssd than there is room for"
         self._become(FULL if full else FAILING)
         return self.error()
 
@@ -52,7 +68,7 @@ class SsdState:
     def error(self) -> KVStoreError:
         """What a durable put gets while the disk is not well."""
         if self.state == FULL:
-            return NoSpace(f"the disk under the SSD tier is full ({self.last_error}): make room on it; the store serves on from DRAM")
+            return NoSpace(f"{self._said}; the store serves on from DRAM")
         return DiskFailing(
             f"the disk under the SSD tier is failing ({self.last_error}); the store serves on from DRAM", retry_after_ms=1000
         )
