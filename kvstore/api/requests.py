@@ -144,11 +144,12 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
     put = context.store.get_put(context.session.owner, message.handle)
     put.say(payload)
     if message.wait_ms > 0 and not put.settled.is_set():
+        missing = put.missing
         try:
             async with asyncio.timeout(min(message.wait_ms, MAX_COMMIT_WAIT_MS) / 1000):
                 await put.settled.wait()
         except TimeoutError:
-            pass  # commit() says which slices are missing, or that they are still being written
+            put.still_coming = put.missing < missing  # commit() says which slices are missing, or that they are still coming
     try:
         await context.store.put_begun(put, 0)
     except KVStoreError:  # spoilt, or there is no room: its client asks before it sends it again, and it must not take room beside that

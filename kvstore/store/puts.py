@@ -55,6 +55,8 @@ class Put:
         """Set once it is ready, or has ended."""
         self.own_name = 0
         """What its owner calls it, if it sends without waiting to hear the handle, and what is wanted: what is not is dropped."""
+        self.still_coming = False
+        """Whether slices came while a COMMIT waited for all of them in vain: the rest is on its way."""
         self.last_used = time.monotonic()
         self.settled = asyncio.Event()
         """Set once all that is wanted has arrived, or the put has failed or ended."""
@@ -269,6 +271,11 @@ class Put:
         self._free_if_idle()
 
     @property
+    def missing(self) -> int:
+        """Slices that are wanted, and not there yet."""
+        return self._missing
+
+    @property
     def error(self) -> KVStoreError | None:
         """What spoilt it."""
         return self._error
@@ -294,8 +301,8 @@ class Put:
             raise self.why_ended
         if self._missing:
             row, index = (int(i[0]) for i in np.nonzero(~self._received))
-            if self._writers:
-                raise Busy(f"{self._missing} slices are not there yet, and some of them are just being written", retry_after_ms=_WRITTEN_MS)
+            if self._writers or self.still_coming:
+                raise Busy(f"{self._missing} slices are not there yet, and some of them are just coming", retry_after_ms=_WRITTEN_MS)
             raise BadRequest(f"{self._missing} slices have not arrived, the first is slice {index} of page {self.first_page + row}")
 
     def in_dram_already(self) -> list[int]:

@@ -80,6 +80,19 @@ def test_a_commit_with_slices_missing(raw: RawClient) -> None:
     assert code(raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "not_found"
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_commit_whose_wait_is_over_between_two_frames(daemon: DaemonProcess, raw: RawClient, comes: bool) -> None:
+    ready = start_put(raw, 23)
+    with RawClient(daemon.endpoint, session=raw.session) as other:
+        raw.send(FrameType.COMMIT, 9, Commit(handle=ready.handle, wait_ms=1500))
+        assert raw.alive(), "the COMMIT has begun, as this PING came behind it"
+        if comes:
+            other.send_raw(slices_frame(ready.handle, 0, 0, 0, page_slices(23, 0)))
+            assert other.alive(), "and the slices were read"
+        assert code(raw.receive()) == ("busy" if comes else "bad_request")
+        assert code(raw.ask(FrameType.COMMIT, Commit(handle=ready.handle))) == "not_found", "it has ended"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
