@@ -170,13 +170,14 @@ def bind_tcp(host: str, port: int) -> tuple[socket.socket, str]:
 def bind_unix(path: Path, *, for_others: bool = False) -> tuple[socket.socket, str]:
     """A listening Unix socket, for this user only, and its endpoint, `unix:PATH`. A dead daemon's socket is replaced.
 
+    Its folder is made, for this user only, if that is missing. Raises Conflict.
     With `for_others` every user can connect, and who may stay is for `SameHost.admits` to say.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             path.unlink()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)  # not its parents too: they would be open to others
         mask = os.umask(0o111 if for_others else 0o177)
         try:
             listener.bind(str(path))
@@ -184,6 +185,11 @@ def bind_unix(path: Path, *, for_others: bool = False) -> tuple[socket.socket, s
             os.umask(mask)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
+    except FileNotFoundError as error:
+        listener.close()
+        raise Conflict(
+            f"can't listen on {path}: the folder {path.parent.parent} is not there: make it, or choose another --unix-socket"
+        ) from error
     except OSError as error:
         listener.close()
         raise Conflict(f"can't listen on {path}: {error}; choose another --unix-socket") from error

@@ -36,10 +36,10 @@ _SHOWN = 20
 
 def check(
     data_dir: Annotated[
-        Path | None, typer.Option(envvar="KVSTORE_DATA_DIR", help="The store to check [default: ~/.local/share/kvstore].")
+        Path | None, typer.Option(envvar="KVSTORE_DATA_DIR", help="The store to check; by default ~/.local/share/kvstore.")
     ] = None,
     http: Annotated[
-        str | None, typer.Option("--http", envvar="KVSTORE_HTTP", help=f"Check a running daemon's store [default: {DEFAULT_HTTP}].")
+        str | None, typer.Option("--http", envvar="KVSTORE_HTTP", help=f"Check a running daemon's store; by default {DEFAULT_HTTP}.")
     ] = None,
     rate: Annotated[str | None, typer.Option(help="Of a running daemon: bytes a second to read at most, for example 200MiB.")] = None,
     as_json: JsonOption = False,

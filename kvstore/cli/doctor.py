@@ -15,7 +15,7 @@ _COLOUR = {"ok": "green", "warn": "yellow", "bad": "red"}
 
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file, as for `kvstore serve`.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Journal and blobs [default: ~/.local/share/kvstore].")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Journal and blobs; by default ~/.local/share/kvstore.")] = None,
     dram: Annotated[str | None, typer.Option(help="DRAM tier to reckon with.")] = None,
     ssd: Annotated[str | None, typer.Option(help="SSD tier to reckon with.")] = None,
     measure: Annotated[bool, typer.Option(help="Measure disk and loopback too: seconds, and 256 MiB written and deleted.")] = True,

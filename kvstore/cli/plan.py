@@ -30,8 +30,8 @@ def plan(
     state_layers: Annotated[int, typer.Option(help="Of the layers, those with a recurrent state.")] = 0,
     state_bytes: Annotated[int, typer.Option(help="Bytes of one layer's state.")] = 0,
     page_tokens: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
-    warm: Annotated[int | None, typer.Option(help="Sessions that pause for seconds or minutes, to be in DRAM [default: as many].")] = None,
-    kept: Annotated[int, typer.Option(help="Sessions in all that may come back, to be on SSD [default: those above].")] = 0,
+    warm: Annotated[int | None, typer.Option(help="Sessions that pause for seconds or minutes, to be in DRAM; by default as many.")] = None,
+    kept: Annotated[int, typer.Option(help="Sessions in all that may come back, to be on SSD; by default those above.")] = 0,
     shared: Annotated[str, typer.Option(help="Tokens at the start that all sessions share.")] = "0",
     boundaries: Annotated[
         int, typer.Option(help="Places of a context from which one can go on (windows and states are kept for each).")

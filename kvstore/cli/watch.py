@@ -44,7 +44,7 @@ def top(
     count: Annotated[int, typer.Option(min=0, help="Stop after so many looks; 0 for never.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a daemon live: tiers, rates and namespaces. Ctrl-C ends it. With --json, a line a look."""
+    """Watch a daemon live: tiers, rates and namespaces. Ctrl-C ends it. With --json a line a look, in a pipe tables in a row."""
     if as_json:
         with contextlib.suppress(KeyboardInterrupt):
             _top_json(http, interval, count)
@@ -52,12 +52,18 @@ def top(
     last: dict[str, Any] | None = None
     last_time = 0.0
     looks = 0
+    console = table_console()
     try:
-        with Live(console=table_console(), refresh_per_second=4) as live:
+        with Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext() as live:
             while not count or looks < count:
                 now, stat = time.monotonic(), http_json(http, "/v1/stat")
                 rates = [_rates(stat, last, now - last_time), _requests(stat, last)] if "totals" in stat else []  # else no admin access
-                live.update(Group(_tiers(stat), *rates, _namespaces(stat)))
+                tables = Group(_tiers(stat), *rates, _namespaces(stat))
+                if live is not None:
+                    live.update(tables)
+                else:
+                    console.print(tables)
+                    console.file.flush()
                 last, last_time = stat, now
                 looks += 1
                 if looks != count:

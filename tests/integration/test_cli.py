@@ -57,6 +57,42 @@ def test_a_page_goes_in_and_comes_out(daemon: DaemonProcess, tmp_path: Path) -> 
     assert "unknown_namespace" in gone.stderr
 
 
+def test_what_is_watched_through_a_pipe_comes_look_by_look_and_plain(daemon: DaemonProcess) -> None:
+    environment = {**os.environ, "KVSTORE_HTTP": daemon.http}
+    command = [sys.executable, "-m", "kvstore", "top", "--interval", "0.1"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        try:
+            seen = ""
+            while seen.count("capacity") < 3:  # it does not end by itself
+                line = watching.stdout.readline()
+                assert line, watching.stderr.read()
+                seen += line
+            watching.stdout.close()
+            assert watching.wait(20) is not None
+            assert "Traceback" not in watching.stderr.read()
+        finally:
+            watching.kill()
+    assert "\x1b" not in seen
+    assert seen.isprintable() or all(line.isprintable() for line in seen.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("serve", ["by default 127.0.0.1", "by default 7421", "by default kvstore.sock in the data directory"]),
+        ("check", ["by default ~/.local/share/kvstore", "by default http://127.0.0.1:7420"]),
+        ("doctor", ["by default ~/.local/share/kvstore"]),
+    ],
+)
+def test_help_names_the_defaults(command: str, words: list[str]) -> None:
+    environment = {**os.environ, "COLUMNS": "400", "TERM": "dumb"}
+    told = subprocess.run([sys.executable, "-m", "kvstore", command, "--help"], env=environment, capture_output=True, text=True, timeout=30)
+    assert all(some in told.stdout for some in words), told.stdout
+    assert " . " not in told.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
