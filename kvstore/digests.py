@@ -9,6 +9,8 @@ from hashlib import blake2b
 
 from xxhash import xxh3_128_digest
 
+from kvstore.errors import BadRequest
+
 DIGEST_BYTES = 16
 KEY_BYTES = 32
 NO_EXTRA = bytes(KEY_BYTES)
@@ -26,15 +28,26 @@ def extra_digest(keys: Iterable[tuple[str, bytes]]) -> bytes:
     """The 32-byte digest of a page's extra keys, each a (type, value) pair.
 
     Both are length-prefixed before digesting, so no two different lists can give the same input. An empty list is
-    32 zero bytes.
+    32 zero bytes. Raises BadRequest for anything but pairs of text and bytes.
     """
     state = blake2b(digest_size=KEY_BYTES, person=_EXTRA_PERSON)
     empty = True
-    for kind, value in keys:
+    if isinstance(keys, str | bytes) or not hasattr(keys, "__iter__"):
+        raise BadRequest(f"the extra keys are {keys!r}, not (type, value) pairs, such as [('image', digest)]")
+    for pair in keys:
+        kind, value = _extra_key(pair)
         empty = False
         name = kind.encode()
         state.update(len(name).to_bytes(4, "little") + name + len(value).to_bytes(8, "little") + value)
     return NO_EXTRA if empty else state.digest()
+
+
+def _extra_key(pair: object) -> tuple[str, bytes]:
+    if isinstance(pair, tuple | list) and len(pair) == 2:
+        kind, value = pair
+        if isinstance(kind, str) and isinstance(value, bytes | bytearray | memoryview):
+            return kind, bytes(value)
+    raise BadRequest(f"an extra key is {pair!r}, not a pair of text, which names its type, and bytes, such as ('image', digest)")
 
 
 def page_key(parent: bytes, label: bytes) -> bytes:

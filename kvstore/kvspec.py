@@ -5,6 +5,7 @@ disagree in anything the bytes depend on get two namespaces.
 """
 
 import json
+import operator
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -30,6 +31,24 @@ def _require(condition: bool, message: str) -> None:
         raise BadRequest(message)
 
 
+def _make_whole(owner: object, names: tuple[str, ...]) -> None:
+    """Make the whole numbers of others (numpy's) Python's, in a frozen value. Raises BadRequest for what is none."""
+    for name in names:
+        value = getattr(owner, name)
+        if type(value) is not int:
+            object.__setattr__(owner, name, whole_number(name, value))
+
+
+def whole_number(name: str, value: object) -> int:
+    """A whole number as Python's. Raises BadRequest for anything else."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise BadRequest(f"{name} is {value!r}, not a whole number") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Component:
     """One kind of state in a model.
@@ -48,10 +67,12 @@ class Component:
 
     def __post_init__(self) -> None:
         _require(self.kind in ("full", "window", "state"), f"component kind {self.kind!r} is not full, window or state")
-        _require(self.dtype in DTYPE_BYTES, f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        known = isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES
+        _require(known, f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        _make_whole(self, ("layers", "kv_heads", "head_dim", "planes", "window"))
         for name in ("layers", "kv_heads", "head_dim", "planes"):
             value = getattr(self, name)
-            _require(isinstance(value, int) and 1 <= value <= _MAX_RANGE, f"{name} is {value!r}, not 1 to {_MAX_RANGE}")
+            _require(1 <= value <= _MAX_RANGE, f"{name} is {value!r}, not 1 to {_MAX_RANGE}")
         wants = self.kind == "window"
         _require((self.window > 0) == wants, f"window is {self.window}: it must be set for a window component, and only there")
 
@@ -83,8 +104,10 @@ class KVSpec:
     """The digests do not form chains: every page stands alone, and a look-up is for the front of a list."""
 
     def __post_init__(self) -> None:
-        for name in ("page_tokens", "max_slice_bytes", "group_layers", "hash_bytes"):
-            _require(type(getattr(self, name)) is int, f"{name} is {getattr(self, name)!r}, not a whole number")
+        _make_whole(self, ("page_tokens", "max_slice_bytes", "group_layers", "hash_bytes"))
+        several = isinstance(self.components, tuple | list) and all(isinstance(c, Component) for c in self.components)
+        _require(several, f"components is {self.components!r}, not a tuple of Component, such as (Component('full', 32, 8, 128),)")
+        object.__setattr__(self, "components", tuple(self.components))
         _require(1 <= self.page_tokens <= MAX_PAGE_TOKENS, f"page_tokens is {self.page_tokens}, not 1 to {MAX_PAGE_TOKENS}")
         _require(1 <= len(self.components) <= 16, f"{len(self.components)} components: a KV spec has 1 to 16")
         _require(self.axis_order == AXIS_ORDER, f"axis_order {self.axis_order!r}: only {AXIS_ORDER!r} is defined")
@@ -95,9 +118,8 @@ class KVSpec:
         _require(0 <= self.group_layers <= _MAX_RANGE, f"group_layers is {self.group_layers}, not 0 to {_MAX_RANGE}")
         if self.hash_bytes:
             _require(self.hash_bytes in range(16, 33, 4), f"hash_bytes is {self.hash_bytes}: digests have 16, 20, 24, 28 or 32 bytes")
-        _require(
-            isinstance(self.flat, bool) and (bool(self.hash_bytes) or not self.flat), "flat is for pages that are labelled with digests"
-        )
+        _require(isinstance(self.flat, bool), f"flat is {self.flat!r}, not True or False")
+        _require(bool(self.hash_bytes) or not self.flat, "flat is for pages that are labelled with digests")
         for index in range(len(self.components)):
             size = self.part_bytes(self.whole(index))
             _require(size <= MAX_PART_BYTES, f"a page of component {index} is {size} bytes, over the limit of {MAX_PART_BYTES}")
@@ -106,6 +128,8 @@ class KVSpec:
 
     def check_component(self, component: int) -> None:
         """Raise BadRequest unless there is a component of this number."""
+        if type(component) is not int:
+            component = whole_number("component", component)
         if not 0 <= component < len(self.components):
             raise BadRequest(f"component {component} does not exist: there are {len(self.components)}, from 0 on")
 
@@ -117,12 +141,15 @@ class KVSpec:
 
     def check_range(self, part: PartRange) -> None:
         """Raise BadRequest unless `part` lies inside the component it names."""
+        _require(isinstance(part, PartRange), f"the part range is {part!r}, not a PartRange, such as spec.whole(0)")
         self.check_component(part.component)
         c = self.components[part.component]
-        _require(
-            0 <= part.layer_lo < part.layer_hi <= c.layers, f"layers [{part.layer_lo}, {part.layer_hi}) are not inside [0, {c.layers})"
-        )
-        _require(0 <= part.head_lo < part.head_hi <= c.kv_heads, f"heads [{part.head_lo}, {part.head_hi}) are not inside [0, {c.kv_heads})")
+        try:
+            layers, heads = 0 <= part.layer_lo < part.layer_hi <= c.layers, 0 <= part.head_lo < part.head_hi <= c.kv_heads
+        except TypeError:
+            raise BadRequest(f"{part!r} is not of whole numbers") from None
+        _require(layers, f"layers [{part.layer_lo}, {part.layer_hi}) are not inside [0, {c.layers})")
+        _require(heads, f"heads [{part.head_lo}, {part.head_hi}) are not inside [0, {c.kv_heads})")
 
     @property
     def label_words(self) -> int:
@@ -133,7 +160,9 @@ class KVSpec:
         """The first page that a change from a page on, or from a token on, concerns: the one that the token is in."""
         if from_token is not None and from_page:
             raise BadRequest("say from where on either by a page or by a token")
-        first = from_page if from_token is None else from_token // self.page_tokens
+        given = from_page if from_token is None else from_token
+        first = whole_number("from_page" if from_token is None else "from_token", given)
+        first = first if from_token is None else first // self.page_tokens
         if first < 0:
             raise BadRequest(f"it starts at page 0, not at {first}")
         return first

@@ -1,5 +1,7 @@
 """KV specs: sizes, slices, identity, and what they refuse."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from kvstore.digests import NO_EXTRA, extra_digest
 from kvstore.errors import BadRequest
 from kvstore.kvspec import Component, KVSpec, PartRange, namespace_digest
 from kvstore.store.pending import overlap, whole_components
+from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 128), st.integers(1, 64), st.sampled_from([8192, 65536, 1 << 20]))
@@ -86,3 +89,50 @@ def test_a_change_from_a_token_on_concerns_the_page_it_is_in() -> None:
     for wrong in ({"from_page": 1, "from_token": 4}, {"from_token": -1}, {"from_page": -1}):
         with pytest.raises(BadRequest):
             spec.first_page(**wrong)
+
+
+FULL = Component("full", 2, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "make"),
+    [
+        ("component kind 5 is not full", lambda: Component(5, 1, 1, 1)),  # type: ignore[arg-type]
+        ("dtype .'bf16'. is not one of", lambda: Component("full", 1, 1, 1, dtype=["bf16"])),  # type: ignore[arg-type]
+        ("layers is '2', not a whole number", lambda: Component("full", "2", 1, 1)),  # type: ignore[arg-type]
+        ("layers is True, not a whole number", lambda: Component("full", True, 1, 1)),
+        ("window is '4', not a whole number", lambda: Component("window", 1, 1, 1, window="4")),  # type: ignore[arg-type]
+        ("window is 1.5, not a whole number", lambda: Component("window", 1, 1, 1, window=1.5)),  # type: ignore[arg-type]
+        ("components is Component.*, not a tuple of Component", lambda: KVSpec(4, FULL)),  # type: ignore[arg-type]
+        ("components is None, not a tuple", lambda: KVSpec(4, None)),  # type: ignore[arg-type]
+        ("components is .'full',., not a tuple", lambda: KVSpec(4, ("full",))),  # type: ignore[arg-type]
+        ("page_tokens is '4', not a whole number", lambda: KVSpec("4", (FULL,))),  # type: ignore[arg-type]
+        ("flat is 1, not True or False", lambda: KVSpec(4, (FULL,), hash_bytes=16, flat=1)),  # type: ignore[arg-type]
+        ("component is 'x', not a whole number", lambda: KVSpec(4, (FULL,)).whole("x")),  # type: ignore[arg-type]
+        ("the part range is .0, 1., not a PartRange", lambda: KVSpec(4, (FULL,)).check_range((0, 1))),  # type: ignore[arg-type]
+        ("PartRange.* is not of whole numbers", lambda: KVSpec(4, (FULL,)).check_range(PartRange(0, "0", 1, 0, 1))),  # type: ignore[arg-type]
+        ("from_token is '9', not a whole number", lambda: KVSpec(4, (FULL,)).first_page(0, "9")),  # type: ignore[arg-type]
+        ("the extra keys are 'ab', not", lambda: extra_digest("ab")),  # type: ignore[arg-type]
+        ("the extra keys are None, not", lambda: extra_digest(None)),  # type: ignore[arg-type]
+        ("an extra key is 5, not a pair", lambda: extra_digest([5])),  # type: ignore[list-item]
+        ("an extra key is .'image', 'x'., not a pair of text", lambda: extra_digest([("image", "x")])),  # type: ignore[list-item]
+        ("an extra key is .b'image', b'x'., not a pair of text", lambda: extra_digest([(b"image", b"x")])),  # type: ignore[list-item]
+        ("model is 5, not text", lambda: fingerprint_revision(5, "abc")),  # type: ignore[arg-type]
+        ("revision is None, not text", lambda: fingerprint_revision("m", None)),  # type: ignore[arg-type]
+        ("settings is 5, not a mapping", lambda: fingerprint_revision("m", "abc", settings=5)),  # type: ignore[arg-type]
+        ("settings is .*object.*, not a mapping of text", lambda: fingerprint_revision("m", "abc", settings={"a": object()})),  # type: ignore[dict-item]
+        ("folder is None, not the path of a folder", lambda: fingerprint_folder(None)),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_named(words: str, make: Callable[[], object]) -> None:
+    with pytest.raises(BadRequest, match=words):
+        make()
+
+
+def test_numbers_of_numpy_and_lists_make_the_same_spec() -> None:
+    spec = KVSpec(np.int64(4), [Component("full", np.int32(2), np.uint8(1), np.int64(16))])  # type: ignore[arg-type]
+    assert spec == KVSpec(4, (FULL,))
+    assert hash(spec) == hash(KVSpec(4, (FULL,)))
+    assert namespace_digest("t", "m", spec) == namespace_digest("t", "m", KVSpec(4, (FULL,)))
+    assert spec.whole(np.int64(0)) == PartRange(0, 0, 2, 0, 1)  # type: ignore[arg-type]
+    assert extra_digest([["a", bytearray(b"x")]]) == extra_digest([("a", b"x")])  # type: ignore[list-item]

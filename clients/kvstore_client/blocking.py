@@ -74,6 +74,9 @@ class Client:
     async def _opened(make: Callable[[], AsyncClient]) -> AsyncClient:
         return await make().__aenter__()
 
+    def __repr__(self) -> str:
+        return f"<Client of {self._client.described()}>"
+
     def __enter__(self) -> "Client":
         return self
 
@@ -240,6 +243,10 @@ class Match:
         if not self._client.closed:
             self._client.quickly(self.inner.release)
 
+    def __repr__(self) -> str:
+        leased = "leased" if self.valid else "not leased"
+        return f"<Match of {self.pages} pages ({self.tokens} tokens) in {self.inner.namespace.name!r}, {leased}>"
+
     def __enter__(self) -> "Match":
         return self
 
@@ -257,6 +264,9 @@ class Namespace(BlockingTextCalls):
         self.name = inner.name
         self.info = inner.info
         self.spec = inner.spec
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
 
     def drop(self) -> None:
         """Forget the namespace and everything in it."""

@@ -126,6 +126,14 @@ class AsyncClient:
         self.loop: asyncio.AbstractEventLoop | None = None
         """That its connections are of, once it was used."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.described()}>"
+
+    def described(self) -> str:
+        """Of which daemon it is a client, and whether it is."""
+        where = ", ".join(dict.fromkeys(link.endpoint for link in self._pool.links))
+        return f"{where}, {'closed' if self._pool.closed else 'connected' if self._pool.session else 'not connected yet'}"
+
     async def __aenter__(self) -> "AsyncClient":
         try:
             async with self.deadline(None):

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Mapping
 from hashlib import file_digest, sha256
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from kvstore.api.wire import BadRequest, canonical_json
+from kvstore_client.arguments import wrong
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 _CONFIGS = ("config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json")
@@ -18,6 +21,8 @@ def fingerprint_folder(folder: str | Path, *, settings: Mapping[str, str] | None
     `settings` adds what the engine decides itself and the bytes depend on: KV dtype, KV scales, axis order, adapters.
     Reads all weights once (about 1 GiB/s): keep the result. Raises BadRequest if the folder holds no weights or no config.
     """
+    if not isinstance(folder, str | PathLike):
+        raise wrong("folder", folder, "the path of a folder")
     root = Path(folder)
     configs = {n: json.loads((root / n).read_bytes()) for n in _CONFIGS if (root / n).is_file()}
     weights = sorted(p for p in root.rglob("*") if p.suffix in _WEIGHTS and p.is_file())
@@ -29,7 +34,7 @@ def fingerprint_folder(folder: str | Path, *, settings: Mapping[str, str] | None
     for path in weights:
         with path.open("rb") as file:
             digests[path.relative_to(root).as_posix()] = file_digest(file, "sha256").hexdigest()
-    return _digest({"configs": configs, "weights": digests, "settings": dict(settings or {})})
+    return _digest({"configs": configs, "weights": digests, "settings": _checked(settings)})
 
 
 def fingerprint_revision(model: str, revision: str, *, settings: Mapping[str, str] | None = None) -> str:
@@ -37,9 +42,24 @@ def fingerprint_revision(model: str, revision: str, *, settings: Mapping[str, st
 
     Raises BadRequest for revisions that move, such as `main`: new weights under an old name must not read old state.
     """
+    for name, value in (("model", model), ("revision", revision)):
+        if not isinstance(value, str):
+            raise wrong(name, value, "text")
     if not model or revision.strip().lower() in _MOVING:
         raise BadRequest(f"revision {revision!r} of model {model!r} does not name fixed weights; give a commit hash or a version")
-    return _digest({"model": model, "revision": revision, "settings": dict(settings or {})})
+    return _digest({"model": model, "revision": revision, "settings": _checked(settings)})
+
+
+def _checked(settings: Mapping[str, str] | None) -> dict[str, Any]:
+    """The settings as they are digested. Raises BadRequest for what is no mapping of text to text (or numbers)."""
+    if settings is not None and not isinstance(settings, Mapping):
+        raise wrong("settings", settings, "a mapping, such as {'kv_dtype': 'fp8'}")
+    found = dict(settings or {})
+    try:
+        canonical_json(found)
+    except (TypeError, ValueError):
+        raise wrong("settings", settings, "a mapping of text to text") from None
+    return found
 
 
 def _digest(data: object) -> str:

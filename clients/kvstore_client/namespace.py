@@ -57,6 +57,10 @@ class Namespace(TextCalls):
         self.spec = KVSpec.from_dict(info.spec)
         self._shapes: dict[tuple[tuple[PartRange, ...], PartRange], PageShape] = {}
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(component.kind for component in self.spec.components)
+        return f"<Namespace {self.name!r} ({self.id}): {kinds}; {self.spec.page_tokens} tokens and {self.spec.page_bytes:,} bytes a page>"
+
     def shape(self, stored: tuple[PartRange, ...], wanted: PartRange) -> PageShape:
         """What a wanted range takes of a page that is stored so; kept, as there are few in use. Raises BadRequest if it is not covered."""
         found = self._shapes.get((stored, wanted))

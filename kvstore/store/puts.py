@@ -253,7 +253,8 @@ class Put:
         row, layout = page - self.first_page, self._layouts[part]
         for index, digest in enumerate(digests):
             if digest != claimed[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
-                raise BadDigest(f"page {page}, part {part}, slice {first_slice + index}: the bytes received do not match their digest")
+                where = f"page {page}, part {part}, slice {first_slice + index}"
+                raise BadDigest(f"{where}: what came is not what its digest is of: it changed on the way, or while it was put")
         table = layout.payload_bytes + first_slice * DIGEST_BYTES
         self._view(row, part)[table : table + len(claimed)] = claimed
         base = self._slice_base[part] + first_slice

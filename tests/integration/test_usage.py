@@ -267,3 +267,18 @@ def test_a_daemon_that_stays_busy_is_told_of(data_dir: Path) -> None:
         with pytest.raises(DeadlineExceeded, match=r"within 0.5 s: busy: ") as told:
             fill()
         assert isinstance(told.value.__cause__, Busy)
+
+
+def test_objects_say_what_they_are(daemon: DaemonProcess) -> None:
+    client = Client(daemon.endpoint)
+    namespace = open_namespace(client)
+    namespace.put(context(8_900), content(context(8_900)))
+    assert repr(client) == f"<Client of {daemon.endpoint}, connected>"
+    assert repr(namespace).startswith(f"<Namespace 'pages' ({namespace.id}): full; 4 tokens and {SPEC.page_bytes:,} bytes a page")
+    with namespace.match(context(8_900)) as match:
+        assert repr(match) == "<Match of 4 pages (16 tokens) in 'pages', leased>"
+        assert "namespace=<Namespace 'pages'" in repr(match.inner)
+    assert repr(match) == "<Match of 4 pages (16 tokens) in 'pages', not leased>"
+    client.close()
+    assert repr(client) == f"<Client of {daemon.endpoint}, closed>"
+    assert repr(AsyncClient("127.0.0.1:1", token="secret")) == "<AsyncClient of 127.0.0.1:1, not connected yet>"
