@@ -27,6 +27,8 @@ _log = logging.getLogger("kvstore.store")
 
 _AT_ONCE = 256
 """So many assemblies are looked at in one go where many are given up."""
+ADVANCED_AT_ONCE = 16
+"""So many pages of a flat namespace that get their last shard, or what they lack, enter the tree before others have a turn."""
 MAX_PENDING_PAGES = 1 << 17
 """Of all computations: each costs some hundred bytes besides its parts."""
 
@@ -182,11 +184,11 @@ class Assemblies:
 
     def take_alone(
         self, space: Space, put_id: bytes, pending: Pending, existed: npt.NDArray[np.bool_], bring: Bringing
-    ) -> tuple[bool, list[tuple[Assembly, bytes]]]:
+    ) -> tuple[bool, list[bytes]]:
         """Take in pages that each stand alone: those that are simply new and whole go straight into the tree, all or (NoSpace) none.
 
         `existed` says which are in the tree already. The others wait for their shards, or give a page what it lacks. Returns whether any
-        went straight into the tree, and as `advance` does.
+        went straight into the tree, and the keys of those others: `advance` each.
         """
         some, every = (pending.rows >= 0).any(axis=1), (pending.rows >= 0).all(axis=1)
         names = [_name(space, put_id, pending.key(page)) for page in range(len(existed))]
@@ -207,8 +209,20 @@ class Assemblies:
                     space.unpin(row)
         for one in apart:
             self.deposit(space, put_id, one, bring)
-        went_on = [gained for page in others for gained in self.advance(space, put_id, pending.key(page))]
-        return bool(simple.any()), went_on
+        return bool(simple.any()), [pending.key(page) for page in others]
+
+    def advance_each(self, space: Space, put_id: bytes, keys: list[bytes]) -> Iterator[list[tuple[Assembly, bytes]]]:
+        """Bring into the tree what is whole now, some pages of a flat namespace (`keys`) a step; each step returns as `advance` does.
+
+        Of other namespaces it is one step: a computation, or, without a key, those that waited for pages that are there now.
+        """
+        if not space.spec.flat:
+            yield self.advance(space, put_id) if keys else self.advance_others(space)
+            return
+        for at in range(0, len(keys), ADVANCED_AT_ONCE):
+            if space.dropped:
+                return
+            yield [gained for key in keys[at : at + ADVANCED_AT_ONCE] for gained in self.advance(space, put_id, key)]
 
     def advance(self, space: Space, put_id: bytes, key: bytes = b"") -> list[tuple[Assembly, bytes]]:
         """Bring into the tree what is whole now of a computation, and of others what only waited for that.

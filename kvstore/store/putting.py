@@ -14,7 +14,7 @@ from kvstore.errors import BadRequest, Busy, KVStoreError, NoSpace, NotFound, Un
 from kvstore.radix.components import Masks
 from kvstore.radix.pages import Slots
 from kvstore.radix.values import EMPTY_PATH, Path
-from kvstore.store.assembly import MAX_PENDING_PAGES, Assemblies, Assembly, Bringing
+from kvstore.store.assembly import ADVANCED_AT_ONCE, MAX_PENDING_PAGES, Assemblies, Assembly, Bringing
 from kvstore.store.copies import Copies
 from kvstore.store.pending import whole_components
 from kvstore.store.put_pages import check_apart, check_pages, check_parent, masks_of, name_alone, name_pages, runs_of, slots_of
@@ -225,7 +225,7 @@ class Puts:
         await put.name_blobs()
         if there := put.in_dram_already():  # it is shared, if it is what it was
             put.bad_copies = await self._copies.bad_ones(put.space, there)
-        result = self._commit(put)
+        result = await self._commit(put)
         space = put.space
         if result.pending_pages and wait_s > 0:
             await self._whole(put, wait_s)
@@ -235,17 +235,43 @@ class Puts:
             await self._promise(space, put.last_keys())
         return result
 
-    def _commit(self, put: Put) -> PutResult:
-        space, stats = put.space, self._stats
+    async def _commit(self, put: Put) -> PutResult:
+        """All in one step, but for many pages of a flat namespace that other shards have brought a part of."""
+        cancelled: asyncio.CancelledError | None = None
         try:
             put.check_complete()
             existed = slots_of(put) >= 0
-            went_on = self._take_in(put, existed)
+            entered, waiting = self._take_in(put, existed)
+            steps = self.assemblies.advance_each(put.space, put.request.put_id, waiting)
+            went_on = next(steps, [])
+            if len(waiting) > ADVANCED_AT_ONCE:
+                self._check_all_here(put, slots_of(put) >= 0)
+                put.close(committed=True)  # nothing of it is the put's any more
+                self._take_out(put)
+                try:
+                    for more in steps:
+                        went_on += more
+                        await asyncio.sleep(0)
+                except asyncio.CancelledError as error:
+                    cancelled = error  # each page that is whole has to be in the tree, and durable if it was to be
+                    went_on += [gained for more in steps for gained in more]
+            if entered or went_on:
+                self._wake_waiters()
             slots = slots_of(put)
             self._check_all_here(put, slots >= 0)
         except BaseException:
             self.abort(put)
             raise
+        result = self._committed(put, slots, existed, went_on)
+        if cancelled is not None:
+            raise cancelled
+        return result
+
+    def _committed(
+        self, put: Put, slots: Slots, existed: npt.NDArray[np.bool_], went_on: list[tuple[Assembly, bytes]]
+    ) -> PutResult:  # fmt: skip
+        """A put's pages are where they belong: note the uses, and what is to become durable without anybody who waits for it."""
+        space, stats = put.space, self._stats
         if space.spec.flat:
             self._uses.use_alone(space, slots[existed & (slots >= 0)], put.request.hints)
             self._uses.use_alone(space, slots[~existed & (slots >= 0)], put.request.hints, put=True)
@@ -253,7 +279,7 @@ class Puts:
             self._use_prefixes(put, slots, existed, went_on)
         put.close(committed=True)
         self._take_out(put)
-        there, before = int(np.count_nonzero(slots >= 0)), int(np.count_nonzero(existed))
+        there, before = int(np.count_nonzero((slots >= 0) | existed)), int(np.count_nonzero(existed))
         stats.puts += 1
         stats.put_pages += there - before
         stats.put_exists_pages += before
@@ -285,23 +311,19 @@ class Puts:
         if not (here | ~put.in_spans())[~there].all():
             raise Busy("what an earlier try of this put had brought is gone: put it again", retry_after_ms=10)
 
-    def _take_in(self, put: Put, existed: npt.NDArray[np.bool_]) -> list[tuple[Assembly, bytes]]:
-        """Take over what a put received: into the tree, or to wait for what is missing. Returns which computations went on.
+    def _take_in(self, put: Put, existed: npt.NDArray[np.bool_]) -> tuple[bool, list[bytes]]:
+        """Take over what a put received: into the tree, or to wait for what is missing. `existed` says which pages are in the tree already.
 
-        `existed` says which of its pages are in the tree already.
+        Returns whether any of it went straight into the tree, and what is to be advanced (see Assemblies.advance_each).
         """
         space, put_id, pending = put.space, put.request.put_id, put.hand_over()
         bring = Bringing(put.owner, time.monotonic() + self._idle_s, put.request.ack is Ack.DURABLE, put.request.hints)
         if space.spec.flat:
-            entered, went_on = self.assemblies.take_alone(space, put_id, pending, existed, bring)
-        elif entered := not existed.any() and self.assemblies.take_whole(space, put_id, pending):
-            went_on = self.assemblies.advance_others(space)
-        else:
-            self.assemblies.deposit(space, put_id, pending, bring)
-            went_on = self.assemblies.advance(space, put_id)
-        if entered or went_on:
-            self._wake_waiters()
-        return went_on
+            return self.assemblies.take_alone(space, put_id, pending, existed, bring)
+        if not existed.any() and self.assemblies.take_whole(space, put_id, pending):
+            return True, []
+        self.assemblies.deposit(space, put_id, pending, bring)
+        return False, [b""]
 
     def _wake_waiters(self) -> None:
         """Whoever waits for pages to be whole looks again."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.store import Ack, Space, Store
+from kvstore.errors import KVStoreError
+from kvstore.store import Ack, PutResult, Space, Store
 from kvstore.store.check import check
 from tests.store.test_flat import ONE, A, B, Page, begin, key_of, labels, pages_of, put_pages, send, settings_of, there
 from tests.store.test_shards import config
@@ -154,4 +155,38 @@ async def test_a_list_of_pages_is_brought_up_at_once(tmp_path: Path) -> None:
         assert (await store.prefixes.prefetch(space, *labels(pages), 1, 3))[:2] == (2, 4)
         one, three, six = (int(recency[find(key_of(space, Page(number)))]) for number in (1, 3, 6))
         assert one < six < three, "it counts as a use of what was asked for"
+        check(store)
+
+
+@pytest.mark.parametrize("how", ["to its end", "cancelled", "its client is gone", "the namespace is dropped"])
+async def test_the_last_shard_of_many_pages_is_taken_in_by_steps(tmp_path: Path, how: str) -> None:
+    async with Store(config(tmp_path / "d", dram_bytes=8 << 20, ssd_bytes=64 << 20, segment_bytes=1 << 20)) as store:
+        space = await store.create_namespace(settings_of(ONE))
+        pages = pages_of(*range(100, 356))
+        await put_pages(store, space, pages, A, 0, ack=Ack.DURABLE)
+        put = await begin(store, space, pages, A, 1, owner=2)
+        send(put, pages)
+        committing = asyncio.create_task(store.commit_put(put))
+        while not any(there(store, space, pages)):
+            await asyncio.sleep(0)
+        assert not all(there(store, space, pages)), "in one go"
+        assert not committing.done()
+        if how == "cancelled":
+            committing.cancel()
+        elif how == "its client is gone":
+            store.release_owner(2)
+            store.abort_put(put)
+        elif how == "the namespace is dropped":
+            await store.drop_namespace(space)
+        done = (await asyncio.gather(committing, return_exceptions=True))[0]
+        if how == "the namespace is dropped":
+            assert isinstance(done, KVStoreError)
+        else:
+            assert done == PutResult(256, 0, 0) or (how == "cancelled" and isinstance(done, asyncio.CancelledError))
+            assert all(there(store, space, pages))
+            assert counted(store, space) == 0
+            await store.settle()
+            assert all(space.is_durable(slot) for slot in space.tree.live_slots().tolist()), "what the first shard asked for"
+        assert store.figures.puts_open == 0
+        await store.settle()
         check(store)
