@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, blob_id
 from kvstore.errors import BadDigest, BadRequest, Busy, Cancelled, KVStoreError, NotFound
 from kvstore.kvspec import PartRange, SliceLayout
+from kvstore.radix.pages import Slots
 from kvstore.store.late_digests import LateDigests
 from kvstore.store.pending import Pending
 from kvstore.store.put_request import PutRequest
@@ -343,7 +344,10 @@ class Put:
         try:
             names = self._blob_ids()
             found = self.space.blobs.find_many(names) if names else []
-            for (page, part), name, blob in zip(self.wanted_cells(), names, found, strict=True):
+            if names and max(found) < 0 and not self._followers and len(set(names)) == len(names):
+                self._hand_over_new(rows, names)
+                names, found = [], []
+            for (page, part), name, blob in zip(self.wanted_cells() if names else (), names, found, strict=True):
                 if blob < 0:
                     blob = self.space.blobs.find(name)  # another part of this put may be the same
                 rows[page - self.first_page, part] = self._row_of(page - self.first_page, part, name, blob)
@@ -355,6 +359,13 @@ class Put:
         labels = self.request.tokens[(self.first_page - self.base_pages) * width :]
         extras = {page + self.base_pages: extra for page, extra in self.request.extras.items() if page + self.base_pages >= self.first_page}
         return Pending(self.first_page, self.parent, self.keys, labels, self.request.ranges, rows, extras)
+
+    def _hand_over_new(self, rows: Slots, names: list[bytes]) -> None:
+        """What nearly all puts bring: blobs that the namespace has not, all different, and nobody follows."""
+        cells = np.nonzero(self._wanted)  # in the order of `wanted_cells`
+        layouts = [self._layouts[part] for part in cells[1].tolist()]
+        rows[cells] = self.space.take_new(names, layouts, self._slots[cells])
+        self._slots[cells] = NO_SLOT
 
     def _row_of(self, row: int, part: int, name: bytes, blob: int) -> int:
         """The blob row of a received part, pinned; `blob` is that of its name, if there is one."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import distinct
-from kvstore.kvspec import PartRange
+from kvstore.kvspec import PartRange, SliceLayout
 from kvstore.radix.below import with_all_below
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
@@ -106,6 +106,18 @@ class Space:
         self.resident_bytes += self._arena.slot_bytes(slot)
         if self.follower is not None:
             self.follower.moved(row)
+
+    def take_new(self, names: list[bytes], layouts: list[SliceLayout], slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """The rows of blobs, all different and none of them there, that are in these DRAM slots, each pinned once. Raises NoSpace."""
+        rows = self.blobs.add_many(names, layouts)
+        self.blobs.pins[rows] = 1
+        self.blobs.slot[rows] = slots
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            self._arena.set_owner(slot, self.number << OWNER_SHIFT | row)
+            self.resident_bytes += self._arena.slot_bytes(slot)
+            if self.follower is not None:
+                self.follower.moved(row)
+        return rows
 
     def replace_slot(self, row: int, slot: int) -> None:
         """Put a good copy in the place of a bad one. The bad one goes with the last who has the blob in use: the caller has it pinned."""

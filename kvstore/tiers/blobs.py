@@ -58,7 +58,7 @@ class BlobTable:
         """The row of each blob, or -1; ids of 16 bytes."""
         names = b"".join(blob_ids)
         rows = self._index.first_many(np.frombuffer(names, "<u8")[:: DIGEST_BYTES // 8].tolist())
-        if -1 not in rows and self.ids_of(rows) == names:
+        if max(rows, default=0) < 0 or (-1 not in rows and self.ids_of(rows) == names):
             return rows
         return [self.find(blob_id) for blob_id in blob_ids]
 
@@ -103,13 +103,28 @@ class BlobTable:
         self.pages[row] = self.durable_pages[row] = self.pins[row] = 0
         self.slot[row] = NO_SLOT
         self.on_ssd[row] = False
+        self._layout[row] = self._number_of(layout)
+        self._index.add(int.from_bytes(blob_id[:8], "little"), row)
+        return row
+
+    def add_many(self, blob_ids: Sequence[bytes], layouts: Sequence[SliceLayout]) -> npt.NDArray[np.int32]:
+        """As `add`, of several, none of which is there. Raises NoSpace, with none added."""
+        rows = self.slots.allocate_many(len(blob_ids))
+        ids = np.frombuffer(b"".join(blob_ids), np.uint8).reshape(-1, DIGEST_BYTES)
+        np.frombuffer(self._id_memory, np.uint8, self.slots.high * DIGEST_BYTES).reshape(-1, DIGEST_BYTES)[rows] = ids
+        self.pages[rows] = self.durable_pages[rows] = self.pins[rows] = 0
+        self.slot[rows] = NO_SLOT
+        self.on_ssd[rows] = False
+        self._layout[rows] = [self._number_of(layout) for layout in layouts]
+        self._index.add_many(ids[:, :8].copy().view("<u8")[:, 0].tolist(), rows.tolist())
+        return rows
+
+    def _number_of(self, layout: SliceLayout) -> int:
         number = self._layout_numbers.get(layout)
         if number is None:
             number = self._layout_numbers[layout] = len(self._layouts)
             self._layouts.append(layout)
-        self._layout[row] = number
-        self._index.add(int.from_bytes(blob_id[:8], "little"), row)
-        return row
+        return number
 
     def adopt(
         self, ids: npt.NDArray[np.uint8], layout: npt.NDArray[np.uint16], layouts: list[SliceLayout], pages: npt.NDArray[np.int32]

@@ -1,9 +1,11 @@
 """Many blobs are found as each of them is."""
 
 import numpy as np
+import pytest
 
+from kvstore.errors import NoSpace
 from kvstore.kvspec import SliceLayout
-from kvstore.tiers.blobs import BlobTable
+from kvstore.tiers.blobs import NO_SLOT, BlobTable
 
 
 def test_many_are_found_as_one_is() -> None:
@@ -15,3 +17,29 @@ def test_many_are_found_as_one_is() -> None:
     asked = [*reversed(ids), *absent, ids[0], ids[0]]
     assert table.find_many(asked) == [table.find(blob) for blob in asked] == [*reversed(rows), -1, -1, rows[0], rows[0]]
     assert [layout.sizes[0] for layout in table.layouts_of(rows)] == [1 + number % 3 for number in range(len(ids))]
+
+
+def test_many_are_added_as_one_by_one_are_into_rows_that_were_others() -> None:
+    names = [bytes([n]) * 8 + bytes(7) + bytes([n % 3]) for n in range(60)]
+    layouts = [SliceLayout((4096,) * (1 + n % 2)) for n in range(60)]
+    many, single = BlobTable(64), BlobTable(64)
+    for table in (many, single):
+        for n in range(20):
+            table.add(names[n], layouts[n])
+        for row in (3, 7, 11):
+            table.pins[row] = 9
+            table.pins[row] = 0
+            table.remove(row)
+    rows = many.add_many(names[20:], layouts[20:]).tolist()
+    one_by_one = [single.add(name, layout) for name, layout in zip(names[20:], layouts[20:], strict=True)]
+    assert sorted(rows) == sorted(one_by_one)
+    for n, row in zip(range(20, 60), rows, strict=True):
+        assert many.find(names[n]) == row
+        assert many.id_of(row) == names[n]
+        assert many.layout_of(row) == layouts[n]
+        assert (many.pages[row], many.durable_pages[row], many.pins[row], many.slot[row], many.on_ssd[row]) == (0, 0, 0, NO_SLOT, False)
+    assert many.find_many([names[5], names[30], names[59]]) == [many.find(names[5]), many.find(names[30]), many.find(names[59])]
+    assert many.find_many([b"n" * 16, b"m" * 16]) == [-1, -1]
+    with pytest.raises(NoSpace):
+        many.add_many([bytes([n]) * 16 for n in range(100, 120)], layouts[:20])
+    assert many.count == 57, "some of what does not fit was added"
