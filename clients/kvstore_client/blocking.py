@@ -26,7 +26,7 @@ from kvstore_client.match import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
 from kvstore_client.plan import Priority
 from kvstore_client.put import PutResult
-from kvstore_client.spent import spent
+from kvstore_client.spent import having_spent
 from kvstore_client.text import Given
 from kvstore_client.tokens import Extras, Tokens
 from kvstore_client.transfer import Progress
@@ -124,8 +124,7 @@ class Client:
             raise self._forked()
         began = began or time.monotonic()
         self._direct.settle(began + self._bound_of(timeout))
-        with spent(time.monotonic() - began):
-            return self._thread.run(work)
+        return having_spent(time.monotonic() - began, lambda: self._thread.run(work))
 
     def _bound_of(self, timeout: Any) -> float:
         """Seconds that a call has; what is no number is for the call itself to refuse."""

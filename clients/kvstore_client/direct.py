@@ -20,7 +20,7 @@ from kvstore.api.wire.messages import Empty, Fetched, Hello, Message
 from kvstore_client.answers import Answers, Call, Slot, fetch_request
 from kvstore_client.connection import parse_endpoint
 from kvstore_client.plan import FetchPlan
-from kvstore_client.spent import spent
+from kvstore_client.spent import having_spent
 from kvstore_client.stripes import Stripe
 
 if TYPE_CHECKING:
@@ -189,8 +189,7 @@ class Direct:
             if line is None:
                 raise Elsewhere
             try:
-                with spent(time.monotonic() - began):
-                    return line.run(work())
+                return having_spent(time.monotonic() - began, lambda: line.run(work()))
             except ConnectionLost:
                 raise Elsewhere from None
             except DeadlineExceeded:
