@@ -25,7 +25,7 @@ _log = logging.getLogger("kvstore.lmdb")
 
 STRUCTURAL = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.BadTxnError,
-    lmdb.CursorFullError, lmdb.PageFullError, lmdb.ProblemError,
+    lmdb.CursorFullError, lmdb.PageFullError, lmdb.ProblemError, lmdb.IncompatibleError,
 )  # fmt: skip
 """The errors that mean damage, as against a full map or disk, or a write that failed."""
 

@@ -333,9 +333,16 @@ class Recipes:
     async def sweep(self, known: set[int]) -> None:
         """Delete the recipes of namespaces that are no more: what a crash while one was dropped leaves."""
         async with self._threads.alone():
-            for number in await self._threads.write(self.file.numbers):
-                if number not in known:
-                    await self._threads.write(self.file.drop_namespace, number)
+            try:
+                await self._sweep(known)
+            except STRUCTURAL:  # or no start would get past it
+                await self._threads.write(self._mend)
+                await self._sweep(known)
+
+    async def _sweep(self, known: set[int]) -> None:
+        for number in await self._threads.write(self.file.numbers):
+            if number not in known:
+                await self._threads.write(self.file.drop_namespace, number)
 
     async def stop(self, wait_s: float) -> bool:
         """Write what is queued, within a time, and close. False if a write does not end: its thread is left behind."""

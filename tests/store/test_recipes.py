@@ -3,14 +3,16 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from blockbuster import BlockBuster
 
 from kvstore.digests import NO_EXTRA, page_key, slice_digest
-from kvstore.errors import BadRequest
+from kvstore.errors import BadRequest, DiskFailing
 from kvstore.kvspec import PartRange
+from kvstore.lmdb_walk import LEAF, NODE, page_flags, page_nodes
 from kvstore.radix.pages import RECIPE
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.check import check, check_recipes_there
@@ -20,6 +22,7 @@ from kvstore.store.puts import Put
 from kvstore.store.verify import CheckReport
 from kvstore.tiers.recipe import Recipe, RecipeKind
 from kvstore.tiers.text import RecipeBatch
+from tests.apart import apart
 from tests.store.test_store import PAGE_TOKENS, PARTS, SPEC, Prefix, config, page_bytes, put, read, settings_named, tokens_of
 
 
@@ -159,7 +162,10 @@ async def test_pages_whose_recipes_were_lost_get_them_again(tmp_path: Path) -> N
 
 
 async def test_flipped_bits_in_recipes_are_noticed(tmp_path: Path) -> None:
-    """Every page is matched with its own bytes, or missed; no recipe is read that was not written."""
+    """Every page is matched with its own bytes, or missed; no recipe is read that was not written.
+
+    In processes of their own: LMDB itself can end one at a damaged page (docs/known-limits.md).
+    """
     async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
         space = await store.create_namespace(settings_named(recipes=True))
         for number in range(8):
@@ -168,24 +174,89 @@ async def test_flipped_bits_in_recipes_are_noticed(tmp_path: Path) -> None:
         for number in range(4):
             await store.prefixes.drop(space, tokens_of((number,)), {}, 0)
     file = tmp_path / "d" / "recipes" / "data.mdb"
-    good, found_damage = file.read_bytes(), 0
+    good, found = file.read_bytes(), list[tuple[bool, bool] | None]()
     for trial in range(8):
         rng = np.random.default_rng(trial)
         raw = bytearray(good)
         for at in rng.integers(8192, len(raw), 30).tolist():
             raw[at] ^= 1 << int(rng.integers(8))
         file.write_bytes(raw)
-        found_damage += not check_stopped(tmp_path / "d", lambda _: None).clean
-        async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+        found.append(await asyncio.to_thread(apart, go_on, tmp_path / "d", before, trial))
+    ended = [one for one in found if one is not None]
+    assert sum(not clean for clean, _ in ended) > 2, "no flip hit anything: this test shows nothing"
+    assert sum(written for _, written in ended) > 4, "it seldom goes on"
+
+
+def is_clean(data_dir: Path) -> bool:
+    return check_stopped(data_dir, lambda _: None).clean
+
+
+def go_on(data_dir: Path, before: dict[int, list[Recipe | None]], trial: int) -> tuple[bool, bool]:
+    """Check, read everything, put something new. Returns whether it was clean, and whether recipes written now are read.
+
+    They are not where LMDB meets keys out of order, which it seldom notices.
+    """
+    clean = is_clean(data_dir)
+
+    async def run() -> bool:
+        async with Store(config(data_dir, ssd_bytes=4 << 20)) as store:
             (space,) = store.namespaces("default")
             for number in range(8):
-                for now, then in zip(await recipes_of(store, space, (number, 1, 2)), before[number], strict=True):
+                for now, then in zip(await recipes_mended(store, space, (number, 1, 2)), before[number], strict=True):
                     assert now is None or then is None or (now.body, now.parts) == (then.body, then.parts)
                 assert await read(store, space, (number, 1, 2)) == (0 if number < 4 else 3)
             await put(store, space, (100 + trial, 1), b"v" * 16)
-            assert all(recipe is not None for recipe in await recipes_of(store, space, (100 + trial, 1)))
+            written = await recipes_mended(store, space, (100 + trial, 1))
             check(store)
-    assert found_damage > 2, "no flip hit anything: this test shows nothing"
+            return None not in written
+
+    return clean, asyncio.run(run())
+
+
+async def recipes_mended(store: Store, space: Space, prefix: Prefix) -> list[Recipe | None]:
+    """Damage to the file's structure is an error to whoever meets it, and mended then."""
+    for _ in range(3):
+        try:
+            return await recipes_of(store, space, prefix)
+        except DiskFailing as error:
+            await asyncio.sleep((error.retry_after_ms or 0) / 1000)
+    return await recipes_of(store, space, prefix)
+
+
+TOO_LONG: list[dict[str, Any]] = [{"of": b"R", "high": 32}]
+"""A recipe that says that it is of 2 MiB: LMDB gives up where it looks which namespaces have recipes."""
+DATABASE: list[dict[str, Any]] = [{"of": b"A", "flags": 2}, {"of": b"C", "low": 1}]
+"""Entries that say that they are databases: LMDB does not delete them, where the indices are made anew."""
+
+
+@pytest.mark.parametrize("damage", [TOO_LONG, DATABASE], ids=["too_long", "database"])
+async def test_a_structure_that_stops_a_start_is_mended(tmp_path: Path, damage: list[dict[str, Any]]) -> None:
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+        space = await store.create_namespace(settings_named(recipes=True))
+        for number in range(8):
+            await put(store, space, (number, 1, 2), b"v" * 16, Ack.DURABLE)
+    for one in damage:
+        spoil(tmp_path / "d" / "recipes" / "data.mdb", **one)
+    assert await asyncio.to_thread(apart, is_clean, tmp_path / "d") is not True
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+        (space,) = store.namespaces("default")
+        for number in range(8):
+            assert None not in await recipes_mended(store, space, (number, 1, 2))
+            assert await read(store, space, (number, 1, 2)) == 3
+
+
+def spoil(file: Path, of: bytes, low: int = 0, high: int = 0, flags: int = 0) -> None:
+    """Flip bits in the head of all entries whose keys begin so: in the size of the value, or its flags."""
+    raw, count = bytearray(file.read_bytes()), 0
+    for number in range(2, len(raw) // 4096):
+        page = bytes(raw[number * 4096 : (number + 1) * 4096])
+        for at in page_nodes(page, number) if page_flags(page) & LEAF else []:
+            head = NODE.unpack_from(page, at)
+            if page.startswith(of, at + NODE.size):
+                NODE.pack_into(raw, number * 4096 + at, head[0] ^ low, head[1] ^ high, head[2] ^ flags, head[3])
+                count += 1
+    assert count
+    file.write_bytes(raw)
 
 
 async def test_a_running_check_covers_recipes(tmp_path: Path) -> None:
