@@ -3,12 +3,14 @@
 import http.client
 import json
 import re
+import signal
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from kvstore.cli.child import go_on_in_a_child
 from kvstore.cli.common import (
     DEFAULT_HTTP,
     JsonOption,
@@ -49,8 +52,15 @@ def check(
     A data directory that a daemon has open is checked by that daemon, while it serves. Exit code 0: clean; 1: damage was
     found; 2: the check could not run.
     """
+    bytes_per_s = _rate(rate)
+    if data_dir is None and http is not None:
+        look: Callable[[Tell], dict[str, Any]] = partial(_running, http, bytes_per_s)
+    elif (signal_number := go_on_in_a_child()) is not None:
+        look = partial(_ended, signal_number)
+    else:
+        look = partial(_stopped, data_dir, http, bytes_per_s)
     with _progress(quiet=as_json) as tell:
-        report = _check(data_dir, http, _rate(rate), tell)
+        report = look(tell)
     if as_json:
         print_json(report)
     else:
@@ -65,9 +75,7 @@ def _rate(text: str | None) -> int | None:
         raise BadRequest(f"--rate: {error}") from error
 
 
-def _check(data_dir: Path | None, http: str | None, rate: int | None, tell: Tell) -> dict[str, Any]:
-    if data_dir is None and http is not None:
-        return _running(http, rate, tell)
+def _stopped(data_dir: Path | None, http: str | None, rate: int | None, tell: Tell) -> dict[str, Any]:
     from kvstore.config import default_data_dir  # the other commands start faster without the daemon's imports
     from kvstore.store.check_stopped import check_stopped
     from kvstore.store.datadir import DataDirInUse
@@ -77,6 +85,16 @@ def _check(data_dir: Path | None, http: str | None, rate: int | None, tell: Tell
         report = check_stopped(path, lambda p: tell(p.namespace, p.done_bytes, p.total_bytes))
     except DataDirInUse as error:
         return _locked(error, http or DEFAULT_HTTP, rate, tell)
+    return asdict(report)
+
+
+def _ended(signal_number: int, _: Tell) -> dict[str, Any]:
+    """LMDB ended the process that looked."""
+    from kvstore.store.verify import CheckReport
+
+    report = CheckReport()
+    what = f"journal, blobs or recipes: LMDB ended the check at a damaged page ({signal.strsignal(signal_number)}); there may be more"
+    report.add("structure", "", f"{what}. A daemon that ends so twice while it loads saves what can be read at its next start")
     return asdict(report)
 
 

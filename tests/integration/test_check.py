@@ -1,5 +1,6 @@
 """`kvstore check` as a user runs it: on a stopped store, and on one that a daemon serves."""
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -8,13 +9,17 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvstore.lmdb_walk import LEAF, page_flags, page_nodes
 from kvstore_client import Client, NotFound
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.apart import apart
 from tests.integration.pages import content, context, fetch_checked, open_namespace
 from tests.integration.raw import stat
 from tests.integration.test_http import ask
+from tests.store.test_recipes import is_clean
 from tests.store.test_verify import edit
+from tests.store.test_verify import fill as fill_store
 
 SIZES = ("--dram", "32MiB", "--ssd", "64MiB")
 
@@ -63,6 +68,30 @@ def fetched(namespace: Namespace, seed: int) -> int:
             return fetch_checked(namespace, context(seed))
         except NotFound:
             continue
+
+
+def test_a_page_that_lmdb_dies_of_is_damage(data_dir: Path) -> None:
+    asyncio.run(fill_store(data_dir, recipes=True))
+    point_behind_the_end(data_dir / "recipes" / "data.mdb")
+    assert apart(is_clean, data_dir) is None, "LMDB lives"
+    done = check("--data-dir", str(data_dir))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "LMDB ended the check at a damaged page" in done.stdout
+    done = check("--data-dir", str(data_dir), "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert (report["clean"], [damage["kind"] for damage in report["damage"]]) == (False, ["structure"])
+
+
+def point_behind_the_end(file: Path) -> None:
+    """Let every leaf page say that its entries are some 60 KiB behind it, where a small file is over."""
+    raw = bytearray(file.read_bytes())
+    assert len(raw) < 0xF000
+    for at in range(2 * 4096, len(raw), 4096):
+        page = bytes(raw[at : at + 4096])
+        for entry in range(len(page_nodes(page, at // 4096)) if page_flags(page) & LEAF else 0):
+            raw[at + 17 + 2 * entry] ^= 0xF0
+    file.write_bytes(raw)
 
 
 def test_a_locked_store_is_checked_by_its_daemon(data_dir: Path, tmp_path: Path) -> None:
