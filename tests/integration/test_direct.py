@@ -113,6 +113,7 @@ def test_a_daemon_that_does_not_answer(data_dir: Path) -> None:
 def test_an_interrupt(daemon: DaemonProcess) -> None:
     with Client(daemon.endpoint) as client:
         line = line_of(client)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         daemon._process.send_signal(signal.SIGSTOP)
         try:
             main = threading.main_thread().ident
@@ -123,6 +124,7 @@ def test_an_interrupt(daemon: DaemonProcess) -> None:
                 client.ping()
             killer.join()
         finally:
+            signal.signal(signal.SIGINT, before)
             daemon._process.send_signal(signal.SIGCONT)
         client.ping()
         assert line_of(client) is not line
