@@ -112,12 +112,18 @@ class Asked:
     """A FETCH, checked as far as that takes no look at the blobs."""
 
     space: Space
-    names: list[bytes]
+    ids: bytes
+    """Of its blobs, 16 bytes each."""
     runs: list[Alike]
     nbytes: int
     provisional: bool
     frame_bytes: int
     priority: str = ""
+
+    @property
+    def names(self) -> list[bytes]:
+        """The ids, one by one."""
+        return [self.ids[i : i + DIGEST_BYTES] for i in range(0, len(self.ids), DIGEST_BYTES)]
 
     @property
     def tenant(self) -> str:
@@ -137,23 +143,22 @@ def read_fetch(connection: Peer, meta: bytes, payload: bytes) -> Asked:
         raise BadRequest("a fetch of no pieces: it says which by its runs")
     if (last := max(max(alike.blobs) for alike in runs)) >= message.blobs:
         raise BadRequest(f"a run names blob {last} of {message.blobs}")
-    names = [payload[i : i + DIGEST_BYTES] for i in range(0, ids_end, DIGEST_BYTES)]
     nbytes = sum(alike.nbytes for alike in runs)
-    return Asked(space, names, runs, nbytes, message.provisional, message.frame_bytes, message.priority)
+    return Asked(space, payload[:ids_end], runs, nbytes, message.provisional, message.frame_bytes, message.priority)
 
 
 async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
     """Answer a FETCH: all pieces of all runs in order, as DATA frames, then FETCHED."""
-    store, space, names, runs, tenant = connection.store, asked.space, asked.names, asked.runs, asked.tenant
+    store, space, runs, tenant = connection.store, asked.space, asked.runs, asked.tenant
     store.quotas.start_fetch(tenant, asked.nbytes)
     sender, link = _Sender(connection, request, space, asked.frame_bytes), connection.session.link.meter
     link.begin()
     held_up = True
     try:
         if asked.provisional:
-            await _send_arriving(connection, sender, names, runs)
+            await _send_arriving(connection, sender, asked.names, runs)
         else:
-            await _send_stored(connection, sender, space, names, runs)
+            await _send_stored(connection, sender, space, asked.ids, runs)
         held_up = asked.provisional or sender.held_up
     finally:
         link.end(sender.payload_bytes, spoiled=held_up)
@@ -165,9 +170,9 @@ async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
         await connection.reply(request, FrameType.FETCHED, sender.fetched())
 
 
-async def _send_stored(connection: Peer, sender: "_Sender", space: Space, names: list[bytes], runs: list[Alike]) -> None:
+async def _send_stored(connection: Peer, sender: "_Sender", space: Space, ids: bytes, runs: list[Alike]) -> None:
     store = connection.store
-    rows = store.find_blobs(space, names)
+    rows = store.find_blobs(space, ids).tolist()
     layouts = space.blobs.layouts_of(rows)
     for alike in runs:
         for layout in {id(layouts[blob]): layouts[blob] for blob in alike.blobs}.values():

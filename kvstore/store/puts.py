@@ -312,8 +312,12 @@ class Put:
         if not self._whole:
             return []
         blobs = self.space.blobs
-        rows = [row for row in blobs.find_many(self._blob_ids()) if row >= 0] if blobs.count else []
-        return [row for row, slot in zip(rows, blobs.slot[rows].tolist(), strict=True) if slot != NO_SLOT] if rows else []
+        if not blobs.count:
+            return []
+        rows = blobs.find_many(b"".join(self._blob_ids()))
+        rows = rows[rows >= 0]
+        found: list[int] = rows[blobs.slot[rows] != NO_SLOT].tolist()
+        return found
 
     @property
     def _whole(self) -> bool:
@@ -343,7 +347,7 @@ class Put:
         rows = np.full(self._wanted.shape, -1, np.int32)
         try:
             names = self._blob_ids()
-            found = self.space.blobs.find_many(names) if names else []
+            found: list[int] = self.space.blobs.find_many(b"".join(names)).tolist() if names else []
             if names and max(found) < 0 and not self._followers and len(set(names)) == len(names):
                 self._hand_over_new(rows, names)
                 names, found = [], []

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import Busy, Cancelled, Corrupt, NoSpace, NotFound
+from kvstore.kvspec import SliceLayout
 from kvstore.store.arriving import Arriving
 from kvstore.store.copies import lies_in
 from kvstore.store.rates import Meter
@@ -93,14 +95,22 @@ class Reading:
             raise NotFound(f"blob {blob_id.hex()} is not in this namespace: it was evicted, or never there")
         return row
 
-    def find_many(self, space: Space, blob_ids: Sequence[bytes]) -> list[int]:
-        """As `find`, of several blobs; ids of 16 bytes."""
-        if len(blob_ids) == 1:
-            return [self.find(space, blob_ids[0])]
-        rows = space.blobs.find_many(blob_ids)
-        if -1 in rows:
-            self.find(space, blob_ids[rows.index(-1)])
+    def find_many(self, space: Space, names: bytes) -> npt.NDArray[np.int32]:
+        """As `find`, of several blobs; ids of 16 bytes, one after the other."""
+        if len(names) == DIGEST_BYTES:
+            return np.array([self.find(space, names)], np.int32)
+        rows = space.blobs.find_many(names)
+        if rows.min() < 0:
+            missing = DIGEST_BYTES * int(rows.argmin())
+            self.find(space, names[missing : missing + DIGEST_BYTES])
         return rows
+
+    def fronts(self, space: Space, rows: npt.NDArray[np.int32], layout: SliceLayout) -> tuple[list[memoryview], bytes] | None:
+        """The payloads of several blobs of one layout, and their digest tables, one after the other; None if one of them is not in DRAM."""
+        slots = space.blobs.slot[rows]
+        if slots.min() == NO_SLOT or (space.spoiled and not space.spoiled.isdisjoint(rows.tolist())):
+            return None
+        return self._arena.fronts(slots, layout.payload_bytes, DIGEST_BYTES * layout.count)
 
     def hold_resident(self, space: Space, row: int) -> Held | None:
         """Pin a blob that is in DRAM; None if it is not."""

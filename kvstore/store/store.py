@@ -11,8 +11,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.errors import Busy, MissingParent, UnknownNamespace
 from kvstore.hints import NO_HINTS, Hints
+from kvstore.kvspec import SliceLayout
 from kvstore.radix.tree import Extras
 from kvstore.radix.values import Path
 from kvstore.store.clock import Clock
@@ -342,9 +346,13 @@ class Store:
         """The row of a blob (see Reading.find)."""
         return self._reading.find(space, blob_id)
 
-    def find_blobs(self, space: Space, blob_ids: Sequence[bytes]) -> list[int]:
-        """As `find_blob`, of several blobs; ids of 16 bytes."""
-        return self._reading.find_many(space, blob_ids)
+    def find_blobs(self, space: Space, names: bytes) -> npt.NDArray[np.int32]:
+        """As `find_blob`, of several blobs; ids of 16 bytes, one after the other."""
+        return self._reading.find_many(space, names)
+
+    def fronts(self, space: Space, rows: npt.NDArray[np.int32], layout: SliceLayout) -> tuple[list[memoryview], bytes] | None:
+        """The payloads of several blobs of one layout, and their digest tables, one after the other; None if one of them is not in DRAM."""
+        return self._reading.fronts(space, rows, layout)
 
     def residents(self, space: Space, rows: Sequence[int]) -> list[memoryview | None]:
         """As `resident`, of several blobs."""

@@ -54,13 +54,27 @@ class BlobTable:
                 return row
         return -1
 
-    def find_many(self, blob_ids: Sequence[bytes]) -> list[int]:
-        """The row of each blob, or -1; ids of 16 bytes."""
-        names = b"".join(blob_ids)
-        rows = self._index.first_many(np.frombuffer(names, "<u8")[:: DIGEST_BYTES // 8].tolist())
-        if max(rows, default=0) < 0 or (-1 not in rows and self.ids_of(rows) == names):
+    def find_many(self, names: bytes) -> npt.NDArray[np.int32]:
+        """The row of each blob, or -1; ids of 16 bytes, one after the other."""
+        if not names:
+            return np.zeros(0, np.int32)
+        if (first := self._find_run(names)) >= 0:
+            return np.arange(first, first + len(names) // DIGEST_BYTES, dtype=np.int32)
+        rows = np.array(self._index.first_many(np.frombuffer(names, "<u8")[:: DIGEST_BYTES // 8].tolist()), np.int32)
+        if rows.max() < 0 or (rows.min() >= 0 and self.ids_of(rows) == names):
             return rows
-        return [self.find(blob_id) for blob_id in blob_ids]
+        return np.array([self.find(names[at : at + DIGEST_BYTES]) for at in range(0, len(names), DIGEST_BYTES)], np.int32)
+
+    def _find_run(self, names: bytes) -> int:
+        """The first of the rows of some blobs if those lie in a row, as what was put at once does, and all of it is in DRAM; else -1.
+
+        One comparison in place of a look-up each. A row that was given back still has its id, but no slot.
+        """
+        first = self.find(names[:DIGEST_BYTES])
+        last = first + len(names) // DIGEST_BYTES
+        if first < 0 or last > self.slots.high or self._id_memory[first * DIGEST_BYTES : last * DIGEST_BYTES] != names:
+            return -1
+        return first if self.slot[first:last].min() != NO_SLOT else -1
 
     def id_of(self, row: int) -> bytes:
         """The blob id in a row."""
@@ -74,6 +88,11 @@ class BlobTable:
     def layout_of(self, row: int) -> SliceLayout:
         """How the blob's payload is cut into slices."""
         return self._layouts[int(self._layout[row])]
+
+    def common_layout(self, rows: npt.NDArray[np.int32]) -> SliceLayout | None:
+        """As `layout_of`, of several rows that have the same; None if they don't."""
+        numbers = self._layout[rows]
+        return self._layouts[int(numbers[0])] if numbers.min() == numbers.max() else None
 
     def layouts_of(self, rows: Sequence[int]) -> list[SliceLayout]:
         """As `layout_of`, of several rows."""

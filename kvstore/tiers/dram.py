@@ -119,6 +119,19 @@ class Arena:
         start = (slot & _SLOT_MASK) * size
         return segment.view[start : start + size]
 
+    def fronts(self, slots: npt.NDArray[np.int64], nbytes: int, behind: int) -> tuple[list[memoryview], bytes]:
+        """The first bytes of several slots, so many of each, and a copy of so many `behind` those, one slot's after the other's."""
+        found: list[memoryview] = []
+        tables: list[bytes] = []
+        numbers, first = slots >> _SEGMENT_SHIFT, 0
+        changes = [] if numbers[0] == numbers[-1] and numbers.min() == numbers.max() else (np.flatnonzero(np.diff(numbers)) + 1).tolist()
+        for last in (*changes, len(slots)):
+            segment, inside = self._segments[int(numbers[first])], slots[first:last] & _SLOT_MASK
+            size, view, first = segment.slot_class.slot_bytes, segment.view, last
+            found += [view[start : start + nbytes] for start in (inside * size).tolist()]
+            tables.append(np.frombuffer(view, np.uint8, segment.nbytes).reshape(-1, size)[inside, nbytes : nbytes + behind].tobytes())
+        return found, b"".join(tables)
+
     def set_owner(self, slot: int, owner: int) -> None:
         """Note whose a slot is (any number from 0 on), so that its bytes can be moved. Forgotten when it is freed."""
         self._segments[slot >> _SEGMENT_SHIFT].owner[slot & _SLOT_MASK] = owner

@@ -136,3 +136,21 @@ async def test_one_bad_blob_of_many_is_dropped_and_no_other(tmp_path: Path, bad:
             await Peer(store).fetch(names, [Run(number, 0, size) for number in range(len(names))])
         left = [name for number, name in enumerate(names) if number != bad]
         assert await Peer(store).fetch(left, [Run(number, 0, size) for number in range(len(left))])
+
+
+async def test_blobs_of_several_slices_and_in_any_order(tmp_path: Path) -> None:
+    prefix = tuple(range(1, 6))
+    async with Store(config(tmp_path / "d")) as store:
+        space, names = await stored(store, prefix)
+        pages = [page_bytes(prefix[: n + 1], VALUE, 0) for n in range(len(prefix))]
+        slices = list(space.blobs.layout_of(store.find_blob(space, names[0])).sizes)
+        for order in ([0, 1, 2, 3, 4], [4, 2, 0], [1], [3, 3]):
+            peer = Peer(store)
+            asked = [names[number] for number in order]
+            assert await peer.fetch(asked, [Run(number, 0, len(pages[0])) for number in range(len(order))])
+            assert b"".join(peer.pieces(slices * len(order))) == b"".join(pages[number] for number in order)
+        peer = Peer(store)
+        assert await peer.fetch(names[:2], [Run(1, 0, len(pages[0])), Run(0, 0, len(pages[0]))])
+        assert b"".join(peer.pieces(slices * 2)) == pages[1] + pages[0]
+        space.clear_slot(store.find_blob(space, names[2]))
+        assert not await Peer(store).fetch(names, [Run(number, 0, len(pages[0])) for number in range(len(names))])

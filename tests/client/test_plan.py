@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.api.wire import Run, check_run, cut, pack_runs, unpack_alike, unpack_runs, whole_slices
+from kvstore.api.wire import Run, check_run, cut, pack_alike, pack_runs, unpack_alike, unpack_runs, whole_slices
 from kvstore.digests import blob_id, slice_digest
 from kvstore.errors import BadRequest, Corrupt
 from kvstore.kvspec import Component, KVSpec, PartRange, SliceLayout
@@ -158,6 +158,16 @@ def test_runs_come_as_they_were_sent(asked: list[tuple[int, Run]]) -> None:
     assert [run for alike in found for run in alike.each()] == unpack_runs(pack_runs(runs)) == runs
     assert all(one.run[1:] != other.run[1:] for one, other in pairwise(found)), "alike ones are together"
     assert sum(alike.nbytes for alike in found) == sum(run.length * run.segments for run in runs)
+
+
+@given(st.integers(0, 1 << 17), st.integers(2, 300), st.booleans())
+def test_runs_of_neighbours_come_as_they_were_sent(first: int, count: int, torn: bool) -> None:
+    runs = [Run(first + number + (torn and number == count - 1), 5, 7, 9, 2) for number in range(count)]
+    found = unpack_alike(pack_runs(runs))
+    assert [run for alike in found for run in alike.each()] == runs
+    assert len(found) == 1
+    if not torn:
+        assert pack_alike(runs[:1], [first], count) == pack_runs(runs)
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(-1, 1), st.integers(-1, 1), st.integers(1, 2))

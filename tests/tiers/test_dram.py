@@ -46,6 +46,22 @@ def test_slots_are_apart_and_within_the_budget() -> None:
     assert descriptors() <= before  # what earlier tests left to the garbage collector may go meanwhile
 
 
+def test_the_fronts_of_slots_are_theirs_whatever_segments_they_lie_in() -> None:
+    arena = Arena(1 << 20, segment_bytes=1 << 18)
+    slots = fill(arena, Arena.slot_class("t", 10_000))
+    for number, slot in enumerate(slots):
+        arena.view(slot)[:] = bytes([number]) * 8 + bytes([255 - number]) * (len(arena.view(slot)) - 8)
+    several = [slots[i] for i in (*range(20), 90, 3, 91, 50, *range(49, 40, -1))]
+    assert len({slot >> 32 for slot in several}) > 2
+    for asked in (several, slots[5:9], slots[:1]):
+        fronts, behind = arena.fronts(np.array(asked), 8, 3)
+        numbers = [slots.index(slot) for slot in asked]
+        assert [bytes(front) for front in fronts] == [bytes([number]) * 8 for number in numbers]
+        assert behind == b"".join(bytes([255 - number]) * 3 for number in numbers)
+    del fronts
+    arena.close()
+
+
 def test_empty_segments_are_given_back_to_other_sizes_and_tenants() -> None:
     arena = Arena(1 << 20, segment_bytes=1 << 18)
     small, large, foreign = Arena.slot_class("t", 4096), Arena.slot_class("t", 100_000), Arena.slot_class("u", 4096)

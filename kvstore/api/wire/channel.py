@@ -27,7 +27,7 @@ T = TypeVar("T")
 _BUFFER = 16 << 10
 _DIRECT = 4 << 10
 """Reads of at least so many bytes go straight to their destination."""
-_GATHER = 64
+_GATHER = 512
 _BULK = 16 << 10
 SEND = 1 << 20
 """Bulk is sent, and then hashed, by so much: in the cache still, and few system calls."""

@@ -18,6 +18,8 @@ _BLOB = np.dtype("<u4")
 MAX_RUNS = 1 << 16
 MAX_SEGMENTS = 1 << 20
 _CACHED_PIECES = 64
+_KEPT_RUNS = 256
+_MOST_BLOBS = 1 << 16
 
 
 class Run(NamedTuple):
@@ -62,6 +64,12 @@ def pack_runs(runs: list[Run]) -> bytes:
 
 def pack_alike(runs: Sequence[Run], numbers: Sequence[int], pages: int) -> bytes:
     """The runs of pages that are alike, page by page: run `i` of the first page is of blob `numbers[i]`, then of the next blob each."""
+    if pages * len(runs) <= _KEPT_RUNS:
+        return _pack_few(tuple(runs), tuple(numbers), pages)
+    return _pack_alike(runs, numbers, pages)
+
+
+def _pack_alike(runs: Sequence[Run], numbers: Sequence[int], pages: int) -> bytes:
     once = b"".join([_RUN.pack(number, r.segments, r.offset, r.length, r.stride) for r, number in zip(runs, numbers, strict=True)])
     if pages == 1:
         return once
@@ -71,12 +79,16 @@ def pack_alike(runs: Sequence[Run], numbers: Sequence[int], pages: int) -> bytes
     return bytes(packed)
 
 
+_pack_few = lru_cache(maxsize=256)(_pack_alike)
+"""Few fetches differ in their runs: only in their blobs."""
+
+
 class Alike(NamedTuple):
     """Runs in a row that differ in nothing but their blobs."""
 
     run: Run
     """The first of them."""
-    blobs: list[int]
+    blobs: Sequence[int]
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +113,11 @@ def unpack_alike(data: bytes | memoryview) -> list[Alike]:
     if len(data) == RUN_BYTES:
         blob, segments, offset, length, stride = _RUN.unpack(data)
         return _bounded([Alike(Run(blob, offset, length, stride, segments), [blob])])
+    if RUN_BYTES < len(data) <= _KEPT_RUNS * RUN_BYTES:
+        blob, segments, offset, length, stride = _RUN.unpack_from(data)
+        run, count = Run(blob, offset, length, stride, segments), len(data) // RUN_BYTES
+        if blob + count <= _MOST_BLOBS and bytes(data) == _pack_few((run,), (blob,), count):
+            return _bounded([Alike(run, range(blob, blob + count))])
     words = np.frombuffer(data, _BLOB).reshape(-1, RUN_BYTES // _BLOB.itemsize)
     blobs, starts = words[:, 0].tolist(), [0]
     if len(blobs) > 1:
