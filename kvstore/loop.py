@@ -4,7 +4,7 @@ import asyncio
 import selectors
 from functools import partial
 
-from kvstore.api.wire.spin import Spin
+from kvstore.api.wire.spin import Spin, spin_s
 
 
 class SpinningSelector(selectors.EpollSelector):
@@ -13,17 +13,20 @@ class SpinningSelector(selectors.EpollSelector):
     def __init__(self) -> None:
         super().__init__()
         self._spin = Spin()
-        self._expecting = False
+        self._expected_s = 0.0
 
-    def expect(self) -> None:
-        """Something may come within microseconds. Not for bulk: who looks for every few bytes of it is slower, and in the way of others."""
-        self._expecting = True
+    def expect(self, nbytes: int = 0) -> None:
+        """Something may come within microseconds, or a bit later if the other end has to look at so many bytes before.
+
+        Not for bulk: who looks for every few bytes of it is slower, and in the way of others.
+        """
+        self._expected_s = spin_s(nbytes)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """What is ready, after `timeout` seconds at most, to the millisecond."""
-        if self._expecting and (timeout is None or timeout > 0):
-            self._expecting = False
-            if self._spin.worth() and (ready := self._spin.look(partial(super().select, 0))):
+        if self._expected_s and (timeout is None or timeout > 0):
+            seconds, self._expected_s = self._expected_s, 0.0
+            if self._spin.worth() and (ready := self._spin.look(partial(super().select, 0), seconds)):
                 return ready
         return super().select(timeout)
 

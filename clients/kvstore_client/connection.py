@@ -30,7 +30,7 @@ from kvstore.api.wire import (
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseRequest, Matched, Message, PutHandle, PutReady
 from kvstore.api.wire.same_host import MAX_SEGMENTS
-from kvstore.api.wire.spin import SPIN_S, Spin
+from kvstore.api.wire.spin import Spin, spin_s
 from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
 from kvstore_client.plan import FetchPlan
 from kvstore_client.progress import bytes_received
@@ -315,8 +315,9 @@ class Connection(Answers[asyncio.Future[Frame]]):
         self._calls[number] = call
         try:
             await (send or self._send)(buffers)
-            if call.target is None or len(call.target) <= _SOON_BYTES:
-                await self._spin_until(call.done)
+            nbytes = 0 if call.target is None else len(call.target)
+            if nbytes <= _SOON_BYTES:
+                await self._spin_until(call.done, nbytes)
             return await call.done
         except asyncio.CancelledError:
             if call.done.done() and not call.done.cancelled() and call.done.exception() is None:
@@ -333,10 +334,10 @@ class Connection(Answers[asyncio.Future[Frame]]):
             if call.done.done():
                 self._calls.pop(number, None)
 
-    async def _spin_until(self, done: "asyncio.Future[Frame]") -> None:
+    async def _spin_until(self, done: "asyncio.Future[Frame]", nbytes: int) -> None:
         """Let the loop look for the answer for a moment, without sleeping, if that has paid lately."""
         if self._spin.worth():
-            until = time.monotonic() + SPIN_S
+            until = time.monotonic() + spin_s(nbytes)
             while not done.done() and time.monotonic() < until:  # noqa: ASYNC110 - an event would be waited for asleep
                 await asyncio.sleep(0)
             self._spin.tried(came=done.done())

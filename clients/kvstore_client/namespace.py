@@ -55,6 +55,7 @@ class Namespace(TextCalls):
         self.id = info.id
         self.name = info.name
         self.spec = KVSpec.from_dict(info.spec)
+        self._whole = self.spec.whole()
         self._shapes: dict[tuple[tuple[PartRange, ...], PartRange], PageShape] = {}
 
     def __repr__(self) -> str:
@@ -161,8 +162,10 @@ class Namespace(TextCalls):
         Raises NotFound (Corrupt) if something is no longer there (did not verify): treat it as a miss.
         """
         self._check_own(match)
-        wanted = wanted or self.spec.whole()
-        self.spec.check_range(wanted)
+        if wanted is None:
+            wanted = self._whole
+        else:
+            self.spec.check_range(wanted)
         if priority not in (None, "interactive", "bulk"):
             raise BadRequest(f"priority is {priority!r}: interactive or bulk")
         if plan is not None:

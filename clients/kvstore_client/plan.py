@@ -46,7 +46,9 @@ def layer_groups(wanted: PartRange, layers: int) -> list[PartRange]:
     """A range cut into groups of so many layers; whole for 0."""
     if layers < 0:
         raise BadRequest(f"groups of {layers} layers")
-    step = layers or wanted.layer_hi - wanted.layer_lo
+    if not layers:
+        return [wanted]
+    step = layers
     return [
         PartRange(wanted.component, low, min(low + step, wanted.layer_hi), wanted.head_lo, wanted.head_hi)
         for low in range(wanted.layer_lo, wanted.layer_hi, step)

@@ -83,14 +83,15 @@ class _Running:
 class Connection:
     """Serves one socket until the client leaves or breaks the protocol.
 
-    `expect` is called when a small request was answered: the next one may come at once. With a `refusal` it does no more than say that.
+    `expect` is called when a small request was answered, with the bytes that went with it: the next one may come at once. With a `refusal`
+    it does no more than say that.
     """
 
     def __init__(
         self, channel: Channel, store: Store, sessions: Sessions, endpoint: str, large_payloads: asyncio.Semaphore,
         guard: Guard, request_stats: RequestStats,
         timeout_s: float = CLIENT_TIMEOUT_S, host: SameHost | None = None, traffic: LinkTraffic | None = None,
-        expect: Callable[[], None] = lambda: None, refusal: Busy | None = None,
+        expect: Callable[[int], None] = lambda nbytes: None, refusal: Busy | None = None,
     ) -> None:  # fmt: skip
         self.store = store
         self._refusal_at_once = refusal
@@ -255,7 +256,7 @@ class Connection:
                     if (reply := quick(self, message, payload)) is not None:
                         await self._send_reply(header.request, reply)
                     self._stats.answered(kind.name, began)
-                    self._expect()
+                    self._expect(0)
                     await self._give_way(began)
             except KVStoreError as error:
                 self._fatal_if_protocol(error)
@@ -294,7 +295,7 @@ class Connection:
         else:
             if answered:
                 self._stats.answered(header.type.name, began)
-                self._expect()
+                self._expect(asked.nbytes)
             else:
                 await self._start(group, header, began, partial(self._stream, header.request, asked))
                 if asked.priority == INTERACTIVE:

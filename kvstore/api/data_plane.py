@@ -55,7 +55,7 @@ class DataPlane:
         self._traffic = Traffic()
         self.request_stats = RequestStats()
         loop = asyncio.get_running_loop()
-        self._expect = loop.expect if isinstance(loop, Loop) else lambda: None
+        self._expect = loop.expect if isinstance(loop, Loop) else lambda nbytes: None
         self._large_payloads = asyncio.Semaphore(_LARGE_PAYLOADS)
 
     @property

@@ -123,6 +123,14 @@ class Arena:
         """The first bytes of several slots, so many of each, and a copy of so many `behind` those, one slot's after the other's."""
         found: list[memoryview] = []
         tables: list[bytes] = []
+        start, count = int(slots[0]), len(slots)
+        if count > 1 and int(slots[-1]) == start + count - 1 and (slots[1:] - slots[:-1]).max() == 1:  # as of what was put at once
+            segment = self._segments[start >> _SEGMENT_SHIFT]
+            size = segment.slot_class.slot_bytes
+            start = (start & _SLOT_MASK) * size
+            view = segment.view[start : start + count * size]
+            table = np.frombuffer(view, np.uint8).reshape(-1, size)[:, nbytes : nbytes + behind].tobytes()
+            return [view[at : at + nbytes] for at in range(0, count * size, size)], table
         numbers, first = slots >> _SEGMENT_SHIFT, 0
         changes = [] if numbers[0] == numbers[-1] and numbers.min() == numbers.max() else (np.flatnonzero(np.diff(numbers)) + 1).tolist()
         for last in (*changes, len(slots)):

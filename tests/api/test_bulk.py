@@ -5,6 +5,8 @@ import os
 import random
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
+from itertools import accumulate, pairwise
 
 import pytest
 import pytest_asyncio
@@ -167,3 +169,33 @@ async def test_a_socket_that_is_not_connected_keeps_what_it_has() -> None:
         before = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         assert not Channel(sock).local
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) == before
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_comes_behind_a_payload_is_kept_for_whoever_reads_next(ends: tuple[Channel, Channel], seed: int) -> None:
+    rng = random.Random(seed)
+    frames = [pieces(*[rng.choice([5, 900, 4096, 30_000, 200_000]) for _ in range(rng.randrange(1, 40))]) for _ in range(30)]
+
+    def following(behind: list[bytes | memoryview], _: list[bytes]) -> list[bytes | memoryview]:
+        return behind
+
+    async def send() -> None:
+        for number, sent in enumerate(frames):
+            behind = [part for at in range(number % 4) for part in encode(FrameType.OK, number, bytes([at]) * 3000 * at, b"p" * 2000)]
+            await ends[0].send_pieces(FrameType.DATA, number, b"m" * 8, sent, [None] * len(sent), then=partial(following, behind))
+
+    sending = asyncio.create_task(send())
+    for number, sent in enumerate(frames):
+        header = await header_of(ends[1])
+        assert header.request == number
+        target, sizes, apart = memoryview(bytearray(header.payload_bytes)), [len(piece) for piece in sent], rng.random() < 0.5
+        bounds = [0, *accumulate(sizes)]
+        spans = [(target[low:high], [high - low]) for low, high in pairwise(bounds)] if apart else [(target, sizes)]
+        digests, claimed = await ends[1].read_pieces(header, spans)
+        assert target == b"".join(sent)
+        assert claimed == b"".join(digests) == b"".join(map(slice_digest, sent))
+        for at in range(number % 4):
+            found = await ends[1].read_header()
+            assert found is not None
+            assert await ends[1].read_body(*found) == (bytes([at]) * 3000 * at, b"p" * 2000)
+    await sending

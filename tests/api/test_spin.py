@@ -2,9 +2,10 @@
 
 import asyncio
 import socket
+import time
 from itertools import pairwise
 
-from kvstore.api.wire.spin import Spin
+from kvstore.api.wire.spin import Spin, spin_s
 from kvstore.loop import Loop, SpinningSelector
 
 
@@ -29,6 +30,16 @@ def test_it_is_tried_less_and_less_often_while_nothing_comes() -> None:
         pass
     spin.tried(came=True)
     assert all(spin.worth() for _ in range(10))
+
+
+def test_it_is_looked_for_longer_where_there_are_bytes_to_look_at() -> None:
+    looks = [0.0, 0.0]
+    for which, nbytes in enumerate((0, 20 << 20)):
+        began = time.monotonic()
+        assert Spin().look(list, spin_s(nbytes)) == []
+        looks[which] = time.monotonic() - began
+    assert looks[1] >= spin_s(20 << 20) > 100 * spin_s(0)
+    assert looks[0] >= spin_s(0)
 
 
 def test_a_selector_that_spins_finds_what_is_ready_and_keeps_to_its_timeout() -> None:

@@ -220,6 +220,8 @@ class Channel:
 
         Returns the digests of what arrived, and the ones that were sent, concatenated.
         """
+        if header.payload_bytes + header.trailer_bytes <= self._end - self._start:
+            return self._take_pieces(spans), await self.read(header.trailer_bytes)
         hashers = [PieceHasher(view, list(sizes)) for view, sizes in spans]
         if len(spans) == 1:
             await self.read_into(spans[0][0], hashers[0])
@@ -229,14 +231,28 @@ class Channel:
             await self._read_scattered([view for view, _ in spans], hashers)
         return [digest for hasher in hashers for digest in hasher.digests], await self.read(header.trailer_bytes)
 
+    def _take_pieces(self, spans: Sequence[tuple[memoryview, Sequence[int]]]) -> list[bytes]:
+        """As `read_pieces`, of a payload that is all here."""
+        digests: list[bytes] = []
+        for view, sizes in spans:
+            start, at = self._start, 0
+            self._start += len(view)
+            view[:] = self._buffer[start : self._start]
+            for size in sizes:
+                digests.append(xxh3_128_digest(view[at : at + size]))
+                at += size
+        return digests
+
     async def _read_woken(self, targets: Sequence[memoryview], hashers: Sequence[PieceHasher | None]) -> None:
         """Fill buffers one after the other; this task sleeps until all is there."""
-        filling = Filling(self.sock, targets, hashers, self._wake_for)
+        filling = Filling(self.sock, targets, hashers, self._wake_for, self._buffer)
         count = min(self._end - self._start, filling.left)
         filling.take(self._buffer[self._start : self._start + count])
         self._start += count
         try:
             await self._reader.receive(filling.read)
+            if filling.beyond:
+                self._start, self._end = 0, filling.beyond
         except TimeoutError:
             raise
         except OSError as error:

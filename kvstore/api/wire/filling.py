@@ -20,18 +20,23 @@ _GATHER = 64
 class Filling:
     """Fills buffers, none of them empty, one after the other, each with a hasher that is told of progress.
 
-    `wake_for` is told how many bytes are still missing, before the loop waits for the socket.
+    `wake_for` is told how many bytes are still missing, before the loop waits for the socket. What has come `behind` them is read by the
+    same system call, as far as there is room.
     """
 
     def __init__(
-        self, sock: socket.socket, targets: Sequence[memoryview], hashers: Sequence[PieceHasher | None], wake_for: Callable[[int], None]
-    ) -> None:
+        self, sock: socket.socket, targets: Sequence[memoryview], hashers: Sequence[PieceHasher | None], wake_for: Callable[[int], None],
+        behind: memoryview,
+    ) -> None:  # fmt: skip
         self._sock = sock
         self._targets = targets
         self._hashers = hashers
         self._wake_for = wake_for
         self._at = self._filled = 0
         self._left = sum(map(len, targets))
+        self._behind = behind
+        self.beyond = 0
+        """Bytes that were read into what is `behind`."""
 
     @property
     def left(self) -> int:
@@ -57,6 +62,8 @@ class Filling:
                 count = self._receive()
                 if not count:
                     raise ConnectionLost("the peer closed the connection in the middle of a frame")
+                if count > self._left:
+                    self.beyond, count = count - self._left, self._left
                 self._came(count)
                 share -= count
         except BlockingIOError:
@@ -65,9 +72,12 @@ class Filling:
 
     def _receive(self) -> int:
         target = self._targets[self._at][self._filled :]
-        if len(target) >= _AT_ONCE or self._at + 1 == len(self._targets):
-            return self._sock.recv_into(target, min(len(target), _AT_ONCE))
-        return self._sock.recvmsg_into([target, *self._targets[self._at + 1 : self._at + _GATHER]])[0]
+        if len(target) >= _AT_ONCE:
+            return self._sock.recv_into(target, _AT_ONCE)
+        more = self._targets[self._at + 1 : self._at + _GATHER]
+        if self._at + 1 + len(more) == len(self._targets):
+            more = [*more, self._behind]
+        return self._sock.recvmsg_into([target, *more])[0]
 
     def _came(self, count: int) -> None:
         self._left -= count

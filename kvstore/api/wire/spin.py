@@ -11,8 +11,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SPIN_S = 200e-6
+_BYTE_S = 1e-9
+"""So much longer for each byte that comes with an answer, or went with the last one: the other end has to look at it, too."""
 _MOST_PAUSES = 63
 """So many waits in a row are slept through at most before it is tried again."""
+
+
+def spin_s(nbytes: int) -> float:
+    """How long to look for an answer that brings so many bytes, or for what comes after one."""
+    return SPIN_S + _BYTE_S * nbytes
 
 
 class Spin:
@@ -31,13 +38,13 @@ class Spin:
         return True
 
     def tried(self, *, came: bool) -> None:
-        """Whether what was waited for came within `SPIN_S`."""
+        """Whether what was waited for came in time."""
         self._pauses = 0 if came else min(2 * self._pauses + 1, _MOST_PAUSES)
         self._rest = self._pauses
 
-    def look(self, poll: Callable[[], T]) -> T:
-        """What `poll` returns once that is anything, or after `SPIN_S`."""
-        until = time.monotonic() + SPIN_S
+    def look(self, poll: Callable[[], T], seconds: float = SPIN_S) -> T:
+        """What `poll` returns once that is anything, or after so many seconds."""
+        until = time.monotonic() + seconds
         while not (found := poll()) and time.monotonic() < until:
             pass
         self.tried(came=bool(found))
