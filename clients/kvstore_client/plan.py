@@ -6,7 +6,7 @@ from typing import Literal
 from kvstore.api.wire import DIGEST_BYTES, STREAM_PAYLOAD, BadRequest, Corrupt, KVSpec, KVStoreError, PartRange, Run, cut
 from kvstore_client.blocks import Block, PagePart
 from kvstore_client.ledger import Ledger
-from kvstore_client.stripes import Stripe, stripes_of
+from kvstore_client.stripes import Stripe, one_stripe, stripes_of
 
 MIN_STRIPE = 1 << 20
 MAX_STRIPE = 4 << 20
@@ -95,7 +95,8 @@ class FetchPlan:
         elif on_group is not None:  # a group is told of when its last frame is whole, so no frame is larger than one
             self.frame_bytes = max(STREAM_PAYLOAD, min(self._missing.values(), default=0))
         self._ledger = None if provisional else Ledger()
-        self.stripes = list(stripes_of(blocks, stripe_bytes or _stripe_bytes(self.nbytes, connections)))
+        size = stripe_bytes or _stripe_bytes(self.nbytes, connections)
+        self.stripes = [one_stripe(blocks)] if 0 < self.nbytes <= size else list(stripes_of(blocks, size))
 
     def arrived(self, stripe: Stripe, first: int, digests: Sequence[bytes], claimed: bytes) -> None:
         """Pieces of a stripe arrived with these digests. Raises Corrupt if they are not what the daemon sent."""

@@ -84,6 +84,14 @@ class Pool:
         finally:
             self._bulk -= really
 
+    def at_hand(self) -> Connection | None:
+        """A connection that nothing uses just now, for what is interactive; None if there is none, or several links to choose from."""
+        if not self._bulk and not self.several:
+            for connection in self._slots[: self.size]:
+                if connection is not None and connection.lost is None and not connection.in_flight:
+                    return connection
+        return None
+
     async def ready_express(self) -> list[int]:
         """The slots for what is interactive: while bulk is under way those that nothing else uses, if they can be had."""
         now = time.monotonic()
@@ -101,7 +109,7 @@ class Pool:
 
     async def for_requests(self) -> Connection:
         """The connection for a request by itself: not one on which bulk is under way, if possible."""
-        return await self.connection(self.least_busy(await self.ready_express()))
+        return self.at_hand() or await self.connection(self.least_busy(await self.ready_express()))
 
     async def close(self) -> None:
         """Close all connections."""

@@ -138,6 +138,15 @@ class PackedStripe(Stripe):
         return [(start, sum(sizes), sizes)]
 
 
+def one_stripe(blocks: Iterable[Block]) -> Stripe:
+    """Blocks as one stripe."""
+    stripe = Stripe()
+    for block in blocks:
+        if block.targets:
+            stripe.add(block)
+    return stripe
+
+
 def stripes_of(blocks: Iterable[Block], size: int) -> Iterator[Stripe]:
     """Blocks as stripes of about `size` bytes, cut between pages, or at slices where a page is more."""
     stripe = Stripe()

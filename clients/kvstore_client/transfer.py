@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,15 @@ async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: mem
         for stripe in plan.stripes:
             await line.fetch(namespace, stripe, target, plan)
         return
-    with pool.bulk(plan.priority == "bulk"):
-        await _fetch_striped(pool, namespace, plan, target)
+    if plan.priority == "bulk":
+        with pool.bulk():
+            await _fetch_striped(pool, namespace, plan, target)
+        return
+    if len(plan.stripes) == 1 and (connection := pool.at_hand()) is not None:  # as below, for what is small
+        with suppress(ConnectionLost):
+            await connection.fetch(namespace, plan.stripes[0], target, plan)
+            return
+    await _fetch_striped(pool, namespace, plan, target)
 
 
 async def _fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview) -> None:

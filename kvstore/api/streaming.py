@@ -4,8 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from kvstore.api.sessions import Session
 from kvstore.api.wire import (
@@ -107,8 +106,7 @@ async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVSto
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A FETCH, checked as far as that takes no look at the blobs."""
 
     space: Space
