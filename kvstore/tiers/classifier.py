@@ -31,7 +31,7 @@ from kvstore.tiers.reuse.features import (
 from kvstore.tiers.reuse.rival import Rival
 from kvstore.tiers.reuse.runs import by_runs
 from kvstore.tiers.reuse.score import Score
-from kvstore.tiers.reuse.states import ABANDONED, IN, KNOWN, OFFERED, REFUSED, SHADOW, WAITS, pages_with
+from kvstore.tiers.reuse.states import ABANDONED, IN, KNOWN, OFFERED, REFUSED, SHADOW, WAITS, KnownRuns, known_runs
 
 _HORIZON = 2.0
 """How far ahead the score looks, in ages at which LRU would evict now."""
@@ -242,46 +242,51 @@ class Classifier(Policy):
 
     def _rebuild(self, batch: Sequence[Pages], now: float) -> None:
         """Look at all that is known: who was not used within the horizon, and which ages there are."""
-        known = [pages_with(pages, KNOWN) for pages in batch]
-        ages = now - gather(known, "last")
-        for pages in known:
-            late = pages.slots[((pages.of("state") & WAITS) != 0) & (now - pages.of("last") > self.horizon_s)]
-            self._score.learn(pages.columns["code"][late], used_again=False)
-            pages.columns["state"][late] &= ~np.uint8(WAITS)
-        self._tables.rebuild(gather(known, "class"), ages)
-        rounds = self._since / max(1, len(ages))
+        known = [known_runs(pages) for pages in batch]
+        for runs in known:
+            late = runs.slots(((runs.state & WAITS) != 0) & (now - runs.last > self.horizon_s))
+            self._score.learn(runs.columns["code"].take(late), used_again=False)
+            runs.columns["state"][late] &= ~np.uint8(WAITS)
+        classes, last, pages = (
+            np.concatenate(each) for each in zip(*((runs.classes, runs.last, runs.lengths) for runs in known), strict=True)
+        )
+        ages = now - last
+        self._tables.rebuild(classes, ages, pages)
+        rounds = self._since / max(1, int(pages.sum()))
         self._tables.forget(float(np.exp2(-rounds / _TABLE_HALF_LIFE)))
         self._score.forget(float(np.exp2(-rounds / _STEP_HALF_LIFE)))
         if self._admission is not None:
             self._admission.forget(float(np.exp2(-rounds / _STEP_HALF_LIFE)))
         self._since = 0
-        self._lru_age = self._age_at(ages, self._capacity, now)
+        self._lru_age = self._age_at_end(ages, pages, now)
         self._see_absence(known, now)
 
-    def _see_absence(self, known: Sequence[Pages], now: float) -> None:
+    def _see_absence(self, known: Sequence[KnownRuns], now: float) -> None:
         """Which pages that left for SSD were not used for as long as it would have held them."""
         horizon = self._ssd_horizon = self._ssd_age or self._provisional_horizon(now)
         if self._admission is None or not horizon:
             return
-        for pages in known:
-            late = pages.slots[((pages.of("state") & OFFERED) != 0) & (now - pages.of("last") > horizon)]
-            self._learn_absence(pages.columns, late)
-            pages.columns["state"][late] &= ~np.uint8(OFFERED)
+        for runs in known:
+            late = runs.slots(((runs.state & OFFERED) != 0) & (now - runs.last > horizon))
+            self._learn_absence(runs.columns, late)
+            runs.columns["state"][late] &= ~np.uint8(OFFERED)
 
     def _provisional_horizon(self, now: float) -> float:
         """While SSD fills up: something that it will certainly hold, if that is well beyond what DRAM does."""
         so_far = (now - (self._start or now)) / 2
         return so_far if so_far > _HORIZON * self._lru_age else 0.0
 
-    def _learn_absence(self, columns: Columns, slots: Slots) -> None:
+    def _learn_absence(self, columns: Columns, slots: Slots | npt.NDArray[np.intp]) -> None:
         if self._admission is not None and self._ssd_horizon and len(slots):
             refused = (columns["state"][slots] & REFUSED) != 0
             self._admission.stayed_away(columns["code"][slots], columns["odds"][slots], refused, columns["last"][slots])
 
-    def _age_at(self, ages: npt.NDArray[np.float64], capacity: int, now: float) -> float:
-        """The age at which LRU evicts from so many pages."""
-        full = len(ages) >= capacity
-        return max(1e-3, float(np.partition(ages, capacity - 1)[capacity - 1]) if full else now - (self._start or 0.0))
+    def _age_at_end(self, ages: npt.NDArray[np.float64], pages: npt.NDArray[np.int64], now: float) -> float:
+        """The age at which LRU evicts, if there are so many pages of each of these ages."""
+        order = np.argsort(ages)
+        younger = np.cumsum(pages[order])
+        full = len(ages) and younger[-1] >= self._capacity
+        return max(1e-3, float(ages[order[younger.searchsorted(self._capacity)]]) if full else now - (self._start or 0.0))
 
     def left_below(self, columns: Columns, slots: Slots, now: float) -> None:
         """Pages left SSD: the old among them had to, others may have been deleted."""
