@@ -64,6 +64,17 @@ def nth_least(values: npt.NDArray[Any], number: int) -> Any:
     return np.partition(values, number)[number]
 
 
+def nth_least_of_many(values: npt.NDArray[Any], counts: npt.NDArray[np.int64], number: int) -> Any:
+    """As `nth_least`, where each value stands for so many that are equal to it; of all these there must be more than `number`."""
+    likely = 2 * number * len(values) // int(counts.sum()) + 1
+    if likely < len(values) // 2:
+        low = values <= nth_least(values, likely)
+        if counts[low].sum() > number:
+            values, counts = values[low], counts[low]
+    order = np.argsort(values)
+    return values[order[counts[order].cumsum().searchsorted(number, side="right")]]
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
     """A column that somebody else wants kept beside the rows of a table: one number of this type a row, at first 0."""

@@ -38,7 +38,9 @@ class AgeTables:
 
     def reused(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
         """Pages were used again at these ages (seconds)."""
-        places = classes.astype(np.int64) * _AGES + by_runs(_bins, ages)
+        places = classes.astype(np.int64)
+        places *= _AGES
+        places += by_runs(_bins, ages)
         if len(places) < MANY:
             np.add.at(self._reused.ravel(), places, 1.0)
         else:

@@ -89,8 +89,11 @@ def octave(count: int, top: int = 15) -> int:
 
 def gap_octaves(seconds: npt.NDArray[np.float64]) -> Ints:
     """Octaves of seconds, 1 to 15."""
-    found: Ints = np.minimum(np.maximum(np.log2(seconds + 1e-3) + 4, 1), 15).astype(np.int64)
-    return found
+    place = seconds + 1e-3
+    np.log2(place, out=place)
+    place += 4
+    np.maximum(place, 1, out=place)
+    return np.minimum(place, 15, out=place).astype(np.int64)
 
 
 def rhythm_octave(rhythm: float) -> int:

@@ -45,5 +45,5 @@ def known_runs(pages: Pages) -> KnownRuns:
 
 def pages_with(pages: Pages, state: int) -> Pages:
     """All pages and ghosts of a tree that have a bit of the state."""
-    slots = np.flatnonzero((pages.columns["state"][: pages.high] & state) != 0).astype(np.int32)
+    slots = ((pages.columns["state"][: pages.high] & state) != 0).nonzero()[0].astype(np.int32)
     return Pages(pages.columns, slots, pages.high, pages.raised)
