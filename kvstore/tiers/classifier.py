@@ -199,7 +199,7 @@ class Classifier(Policy):
         if not use.known:
             return 0, 0.0, 0, 0, 0
         deepest = int(use.slots[use.known - 1])
-        turns, rhythm, code = (columns[name].item(deepest) for name in ("turns", "rhythm", "code"))
+        turns, rhythm, code = columns["turns"].item(deepest), columns["rhythm"].item(deepest), columns["code"].item(deepest)
         if use.known <= use.counted:  # the read of this request has found it out
             was_end, base_uses, gap = (number_in(code, which) for which in (Field.WAS_END, Field.BASE_USES, Field.REQUEST_GAP))
             return turns, rhythm, was_end, base_uses % 8, gap

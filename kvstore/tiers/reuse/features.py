@@ -19,6 +19,8 @@ Codes = npt.NDArray[np.uint64]
 class Field(IntEnum):
     """Where each number is; 4 bits each."""
 
+    __hash__ = int.__hash__  # that of an enum hashes its name, in Python
+
     USES = 0
     GAP = 1
     """Octave of the seconds between the last two uses; 0 for none."""
@@ -129,7 +131,10 @@ def number_in(code: int, which: Field) -> int:
 
 def request_code(values: dict[Field, int]) -> int:
     """The part of the code that all pages of a request share."""
-    return sum(value << 4 * which for which, value in values.items())
+    code = 0
+    for which, value in values.items():
+        code |= value << 4 * which
+    return code
 
 
 def page_codes(
