@@ -44,22 +44,18 @@ def _raised_in_runs(values: _Values, first: npt.NDArray[np.int64], length: npt.N
     unordered = np.logical_or.reduceat(rises, first)
     if not unordered.any():
         return values
-    inside = np.repeat(unordered, length)
-    left = np.repeat(length, length)[inside] - 1 - _places(length[unordered])
-    some, step, longest = values[inside], 1, int(length[unordered].max())
+    first, length = first[unordered], length[unordered]
+    ends = length.cumsum()
+    place = np.arange(ends[-1])
+    left = np.repeat(ends, length) - place  # how many there are up to the end of the run
+    place += np.repeat(first - (ends - length), length)
+    some, step, longest = values.take(place), 1, int(length.max())
     while step < longest:
-        np.copyto(some[:-step], np.maximum(some[:-step], some[step:]), where=left[:-step] >= step)
+        np.copyto(some[:-step], np.maximum(some[:-step], some[step:]), where=left[:-step] > step)
         step *= 2
     values = values.copy()
-    values[inside] = some
+    values[place] = some
     return values
-
-
-def _places(length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For runs of so many, each one's place in its run."""
-    ends = np.cumsum(length)
-    places: npt.NDArray[np.int64] = np.arange(ends[-1]) - np.repeat(ends - length, length)
-    return places
 
 
 def _best_below(tree: TreeStructure, nodes: Slots, top: _Values, bottom: _Values) -> _Values | None:
