@@ -21,8 +21,8 @@ from kvstore.lab.synthetic import random_reuse
 from kvstore.lab.trace import Trace
 from kvstore.tiers.policies.make import BASELINES, NAMES
 
-_TRACES = Path(__file__).parents[2] / "shared" / "traces"
-_FILES = {
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+FILES = {
     "conversation": ("mooncake_conversation.jsonl.gz", 24.0),
     "toolagent": ("mooncake_toolagent.jsonl.gz", 24.0),
     "agents_24h": ("weka_cc_even.jsonl.gz", 24.0),
@@ -38,8 +38,8 @@ _BOUND, _LRU, _ALL = "clairvoyant", "lru", "classifier:all"
 
 def traces(settings: argparse.Namespace) -> Iterator[tuple[str, Trace]]:
     """The traces that are there, one in memory at a time; says which are not."""
-    for name in settings.only or _FILES:
-        file, hours = _FILES[name]
+    for name in settings.only or FILES:
+        file, hours = FILES[name]
         if (settings.traces / file).is_file():
             yield name, read_trace(settings.traces / file, ReadOptions(start_hours=hours))
         else:
@@ -153,9 +153,9 @@ def main() -> None:
     """Run the benchmark."""
     parser = arguments(__doc__)
     parser.add_argument(
-        "--traces", type=Path, default=_TRACES, help="folder of the trace files [default: ../shared/traces beside the repository]"
+        "--traces", type=Path, default=TRACES, help="folder of the trace files [default: ../shared/traces beside the repository]"
     )
-    parser.add_argument("--only", action="append", choices=_FILES, help="only this trace; may be given more than once")
+    parser.add_argument("--only", action="append", choices=FILES, help="only this trace; may be given more than once")
     settings = parser.parse_args()
     if settings.png is not None:
         can_draw()

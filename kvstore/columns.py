@@ -37,6 +37,22 @@ def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
 
 
+def runs_of(*columns: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Runs of rows that are equal in all columns: where they start, and how long they are."""
+    count = len(columns[0])
+    if not count:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    differ = columns[0][1:] != columns[0][:-1]
+    for column in columns[1:]:
+        differ |= column[1:] != column[:-1]
+    ends = differ.nonzero()[0]
+    starts, lengths = np.zeros(len(ends) + 1, np.int64), np.empty(len(ends) + 1, np.int64)
+    np.add(ends, 1, out=starts[1:])
+    np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
+    lengths[-1] = count - starts[-1]
+    return starts, lengths
+
+
 def nth_least(values: npt.NDArray[Any], number: int) -> Any:
     """The value that so many others come before in order. Of a small part of many values it looks for those that a sample lets expect."""
     if len(values) > _SAMPLE * 4 and number < len(values) // 8:
@@ -46,6 +62,17 @@ def nth_least(values: npt.NDArray[Any], number: int) -> Any:
         if len(low) > number:
             values = low
     return np.partition(values, number)[number]
+
+
+def nth_least_of_many(values: npt.NDArray[Any], counts: npt.NDArray[np.int64], number: int) -> Any:
+    """As `nth_least`, where each value stands for so many that are equal to it; of all these there must be more than `number`."""
+    likely = 2 * number * len(values) // int(counts.sum()) + 1
+    if likely < len(values) // 2:
+        low = values <= nth_least(values, likely)
+        if counts[low].sum() > number:
+            values, counts = values[low], counts[low]
+    order = np.argsort(values)
+    return values[order[counts[order].cumsum().searchsorted(number, side="right")]]
 
 
 @dataclass(frozen=True, slots=True)

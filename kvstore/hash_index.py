@@ -17,12 +17,14 @@ TAG_MASK = 0xFFFFFFFF
 class Shard:
     """One open-addressing table; `ids[i]` is a slot number or -1, `tags[i]` the hash bits that place it."""
 
-    __slots__ = ("ids", "mask", "tags", "used")
+    __slots__ = ("ids", "limit", "mask", "tags", "used")
 
     def __init__(self, size: int) -> None:
         self.ids = np.full(size, _EMPTY, dtype=np.int32).data
         self.tags = np.zeros(size, dtype=np.uint32).data
         self.mask = size - 1
+        self.limit = size * 2 // 3
+        """The most entries."""
         self.used = 0
 
 
@@ -57,7 +59,7 @@ class HashIndex:
         shards = self.shards
         for hash64, slot in zip(hashes, slots, strict=True):
             shard = shards[hash64 & 0xFF]
-            if (shard.used + 1) * 3 > (shard.mask + 1) * 2:
+            if shard.used >= shard.limit:
                 shard = self._grow(hash64 & 0xFF)
             tag = (hash64 >> 8) & TAG_MASK
             ids, mask = shard.ids, shard.mask
@@ -103,7 +105,7 @@ class HashIndex:
     def add(self, hash64: int, slot: int) -> None:
         """Add a slot under a hash."""
         shard = self.shards[hash64 & 0xFF]
-        if (shard.used + 1) * 3 > (shard.mask + 1) * 2:
+        if shard.used >= shard.limit:
             shard = self._grow(hash64 & 0xFF)
         _place(shard, (hash64 >> 8) & TAG_MASK, slot)
         shard.used += 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.columns import RangeAllocator, SlotAllocator, nth_least
+from kvstore.columns import RangeAllocator, SlotAllocator, nth_least, nth_least_of_many, runs_of
 from kvstore.errors import NoSpace
 from kvstore.hash_index import HashIndex
 
@@ -87,3 +87,25 @@ def test_the_nth_least_of_many_is_found_with_a_sample_or_without(count: int, see
     }[kind]  # fmt: skip
     number = int(share * share * share * (count - 1))
     assert nth_least(values, number) == np.sort(values)[number]
+
+
+@pytest.mark.parametrize("count", [1, 7, 300, 20_000])
+def test_the_nth_least_of_values_that_each_stand_for_many_is_that_of_all(count: int) -> None:
+    rng = np.random.default_rng(count)
+    values, counts = rng.integers(0, 1000, count), rng.integers(1, 30, count)
+    every = np.sort(np.repeat(values, counts))
+    for number in {0, len(every) // 100, len(every) // 10, len(every) // 2, len(every) - 1}:
+        assert nth_least_of_many(values, counts, number) == every[number]
+    heavy = np.where(values < 500, 1, counts * 100)  # so that a share of the values is no share of what they stand for
+    every = np.sort(np.repeat(values, heavy))
+    for number in (len(every) // 1000, len(every) // 3):
+        assert nth_least_of_many(values, heavy, number) == every[number]
+
+
+def test_runs_are_of_rows_that_are_equal_in_all_columns() -> None:
+    one, other = np.array([1, 1, 2, 2, 2, 1]), np.array([5.0, 5.0, 5.0, 6.0, 6.0, 6.0])
+    starts, lengths = runs_of(one, other)
+    assert starts.tolist() == [0, 2, 3, 5]
+    assert lengths.tolist() == [2, 1, 2, 1]
+    assert [part.tolist() for part in runs_of(one)] == [[0, 2, 5], [2, 3, 1]]
+    assert [part.tolist() for part in runs_of(one[:0], other[:0])] == [[], []]

@@ -75,6 +75,7 @@ class Simulation:
         self.spaces = []
         for number, (count, size) in enumerate(zip(counts, self.page_bytes, strict=True)):
             tree = RadixTree(number.to_bytes(KEY_BYTES, "big"), 1, count + 1, kept=specs)
+            tree.pages.key_index.reserve(count)
             space = LabSpace(tree, size)
             space.columns = {tier: columns_of(tree.pages.kept, tree.pages.recency, self._policies, tier) for tier in self._policies}
             self.spaces.append(space)
@@ -112,28 +113,30 @@ class Simulation:
         tree = space.tree
         known = tree.match_with_ghosts(tokens)
         slots = tree.path_slots(known)
-        place = space.place[slots]
-        hits = known.pages if place.all() else int(place.argmin())
+        place = space.place.take(slots)
+        hits = _front(place)
         if op != Op.PUT:
-            on_ssd = (place[:hits] & DRAM) == 0
             self.outcome.hit_pages[number] = hits
-            self.outcome.ssd_pages[number] = int(on_ssd.sum())
-            self.outcome.ssd_last[number] = hits > 0 and bool(on_ssd[-1])
+            if hits and self.config.ssd_bytes:
+                on_ssd = (place[:hits] & DRAM) == 0
+                self.outcome.ssd_pages[number] = int(on_ssd.sum())
+                self.outcome.ssd_last[number] = bool(on_ssd[-1])
         path = known
         if op == Op.GET:
             path, slots, place = tree.shorten(known, hits), slots[:hits], place[:hits]
         elif hits * _WORD < len(tokens):
-            path = self._bring(tree, tree.shorten(known, hits), tokens, hits)
+            path = self._bring(tree, tree.shorten(known, hits), known, tokens)
             slots = tree.path_slots(path)
-            place = space.place[slots]
+            place = space.place.take(slots)
         self._use(number, space, path, slots, place, min(hits, path.pages), known.pages, now)
 
-    def _bring(self, tree: RadixTree, there: Path, tokens: bytes, hits: int) -> Path:
-        """Put the pages after the first `hits` into the tree. Returns the whole path."""
+    def _bring(self, tree: RadixTree, there: Path, known: Path, tokens: bytes) -> Path:
+        """Put the pages after those that are `there` into the tree, which knows some of them. Returns the whole path."""
+        hits = there.pages
         count = len(tokens) // _WORD - hits
         keys = np.zeros((count, KEY_BYTES), np.uint8)
         keys[:, :_WORD] = np.frombuffer(tokens, np.uint8, offset=hits * _WORD).reshape(count, _WORD)
-        tree.extend(there, tokens[hits * _WORD :], {}, NewPages(keys.tobytes(), _VERSION, np.empty((count, 0), np.int32), ()))
+        tree.extend(there, tokens[hits * _WORD :], {}, NewPages(keys.tobytes(), _VERSION, np.empty((count, 0), np.int32), ()), known)
         return tree.path_to(tree.pages.find_key(keys[-1].tobytes()))
 
     def _use(
@@ -208,3 +211,9 @@ class Simulation:
         slots = space.tree.path_slots(space.tree.match(tokens), first)
         for tier, policy in self._each_policy() if len(slots) else ():
             policy.abandoned(space.columns[tier], slots, now)
+
+
+def _front(place: npt.NDArray[np.uint8]) -> int:
+    """How many pages of a path are in some tier before the first that is in none."""
+    first = place.tobytes().find(0)
+    return len(place) if first < 0 else first

@@ -26,11 +26,11 @@ class LabSpace:
     page_bytes: int
     columns: dict[int, Columns] = field(default_factory=dict)
     """By tier: what its policy sees."""
+    place: npt.NDArray[np.uint8] = field(init=False)
+    """Where pages are."""
 
-    @property
-    def place(self) -> npt.NDArray[np.uint8]:
-        """Where pages are."""
-        return self.tree.pages.kept[PLACE.name]
+    def __post_init__(self) -> None:
+        self.place = self.tree.pages.kept[PLACE.name]
 
 
 @dataclass(slots=True)
@@ -93,4 +93,5 @@ class Tier:
     def resident(self, space: LabSpace) -> Slots:
         """The slots of a namespace's pages in the tier, ascending."""
         place = space.place[: space.tree.pages.ranges.high]
-        return np.flatnonzero((place & self.bit) != 0).astype(np.int32)
+        slots: Slots = ((place & self.bit) != 0).nonzero()[0].astype(np.int32)
+        return slots

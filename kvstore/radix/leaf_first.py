@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import distinct, nth_least
+from kvstore.columns import nth_least, runs_of
 from kvstore.radix.pages import Slots
 from kvstore.radix.structure import ROOT, TreeStructure
 
@@ -22,37 +22,40 @@ def raised(tree: TreeStructure, slots: Slots, values: _Values) -> _Values:
     if not len(slots):
         return values
     owner = tree.pages.node.take(slots)
-    first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
-    values = _raised_in_runs(values, first)
-    length = np.diff(np.append(first, len(slots)))
+    starts, length = runs_of(owner, values)
+    if 2 * len(starts) > len(slots):
+        return _raised(tree, owner, values)
+    return np.repeat(_raised(tree, owner.take(starts), values.take(starts)), length)
+
+
+def _raised(tree: TreeStructure, owner: Slots, values: _Values) -> _Values:
+    """As `raised`, of the pages of these nodes in their order; one may stand for all equal ones in a row."""
+    first, length = runs_of(owner)
+    values = _raised_in_runs(values, first, length)
     below = _best_below(tree, owner[first], values[first], values[first + length - 1])
     return values if below is None else _higher(values, np.repeat(below, length))
 
 
-def _raised_in_runs(values: _Values, first: npt.NDArray[np.int64]) -> _Values:
+def _raised_in_runs(values: _Values, first: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> _Values:
     """Each value as the highest from itself to the end of its run; `first` is where runs begin. By doubling steps."""
-    length = np.diff(np.append(first, len(values)))
-    rises = np.append(values[1:] > values[:-1], False)
+    rises = np.zeros(len(values), np.bool_)
+    np.greater(values[1:], values[:-1], out=rises[:-1])
     rises[first[1:] - 1] = False
     unordered = np.logical_or.reduceat(rises, first)
     if not unordered.any():
         return values
-    inside = np.repeat(unordered, length)
-    left = np.repeat(length, length)[inside] - 1 - _places(length[unordered])
-    some, step, longest = values[inside], 1, int(length[unordered].max())
+    first, length = first[unordered], length[unordered]
+    ends = length.cumsum()
+    place = np.arange(ends[-1])
+    left = np.repeat(ends, length) - place  # how many there are up to the end of the run
+    place += np.repeat(first - (ends - length), length)
+    some, step, longest = values.take(place), 1, int(length.max())
     while step < longest:
-        np.copyto(some[:-step], np.maximum(some[:-step], some[step:]), where=left[:-step] >= step)
+        np.copyto(some[:-step], np.maximum(some[:-step], some[step:]), where=left[:-step] > step)
         step *= 2
     values = values.copy()
-    values[inside] = some
+    values[place] = some
     return values
-
-
-def _places(length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For runs of so many, each one's place in its run."""
-    ends = np.cumsum(length)
-    places: npt.NDArray[np.int64] = np.arange(ends[-1]) - np.repeat(ends - length, length)
-    return places
 
 
 def _best_below(tree: TreeStructure, nodes: Slots, top: _Values, bottom: _Values) -> _Values | None:
@@ -61,33 +64,30 @@ def _best_below(tree: TreeStructure, nodes: Slots, top: _Values, bottom: _Values
     `top` and `bottom` are the highest and the lowest value of each node's own.
     """
     up = _nearest_above(np.asarray(tree.nodes.parent), nodes, tree.nodes.slots.high)
-    inner = np.flatnonzero(up >= 0)
-    moving = inner[top[inner] > bottom[up[inner]]]
+    highest = top.max()
+    best, below = np.append(top, highest), np.append(bottom, highest)  # the last is above those with nothing above them
+    moving = (top > below.take(up)).nonzero()[0]
     if not len(moving):
         return None
-    below, best = bottom.copy(), top.copy()
     while len(moving):
-        np.maximum.at(below, up[moving], best[moving])
-        moving = distinct(up[moving])
-        best[moving] = np.maximum(best[moving], below[moving])
-        moving = moving[up[moving] >= 0]
-        moving = moving[best[moving] > below[up[moving]]]
-    return below
+        above = up.take(moving)
+        np.maximum.at(below, above, best.take(moving))
+        moving = above[below.take(above) > best.take(above)]
+        best[moving] = below.take(moving)
+    return below[:-1]
 
 
 def _nearest_above(parent_of: npt.NDArray[np.int32], nodes: Slots, high: int) -> npt.NDArray[np.int64]:
     """For each of some nodes (all below `high`) the place among them of the nearest one above it, -1 for none."""
-    place = np.empty(high, np.int64)  # not filled: what nobody wrote is told by not leading back to the node
-    place[nodes] = np.arange(len(nodes))
-    found = np.full(len(nodes), -1, np.int64)
-    asking, above = np.arange(len(nodes)), parent_of[nodes]
-    while (below_another := np.flatnonzero(above > ROOT)).size:
-        asking, above = asking[below_another], above[below_another]
-        guess = place[above]
-        guess[(guess < 0) | (guess >= len(nodes))] = 0
-        there = nodes[guess] == above
+    place = np.zeros(high, np.int64)  # of others 0, which does not lead back to them
+    place[nodes] = asking = np.arange(len(nodes))
+    found, above = np.full(len(nodes), -1, np.int64), parent_of.take(nodes)
+    while len(asking):
+        guess = place.take(above)
+        there = nodes.take(guess) == above
         found[asking[there]] = guess[there]
-        asking, above = asking[~there], parent_of[above[~there]]  # a node with no page among the slots: go on above it
+        further = (above > ROOT) > there  # a node with no page among the slots: go on above it
+        asking, above = asking[further], parent_of.take(above[further])
     return found
 
 

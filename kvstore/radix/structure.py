@@ -20,7 +20,7 @@ ROOT = 0
 FULL_ONLY = ComponentRules(1, ())
 MOVE_LIMIT = 1024
 """A run of at most so many pages is moved to keep paths compressed; a longer one gets a child instead."""
-_FEW_NODES = 12
+FEW_NODES = 12
 """Paths of so many nodes are put together node by node."""
 
 
@@ -92,7 +92,10 @@ class TreeStructure:
         if path.pages <= first:
             return np.empty(0, np.int32)
         count, start_of, depth_of = len(path.nodes), self.nodes.start, self.nodes.depth
-        if count <= _FEW_NODES:
+        if count == 1:
+            start = start_of[path.nodes[0]]
+            return np.arange(start + first, start + path.pages, dtype=np.int32)
+        if count <= FEW_NODES:
             ends = [*(depth_of[node] for node in path.nodes[1:]), path.pages]
             runs = [
                 np.arange(start_of[node] + max(first - depth_of[node], 0), start_of[node] + end - depth_of[node], dtype=np.int32)
@@ -193,7 +196,7 @@ class TreeStructure:
         pages.part[where] = self.parts.add(new.blobs, *geometry(new.ranges))
         pages.version[where] = np.frombuffer(new.version, np.uint8)
         pages.flags[where] = 0
-        pages.components[where] = new.masks()
+        pages.components[where] = new.masks() if new.ranges else 0
 
     def _revive(self, slots: Slots, new: NewPages) -> None:
         """Make ghosts pages again."""

@@ -11,6 +11,7 @@ A page that lost its bytes may stay as a ghost, with its label and history. A gh
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key
 from kvstore.errors import BadRequest, NoSpace
 from kvstore.hash_index import TAG_MASK
 from kvstore.radix.pages import GHOST, MAX_DEPTH, RECENCY_DEPTH_BITS, Slots
-from kvstore.radix.structure import ROOT, TreeStructure, child_hash
+from kvstore.radix.structure import FEW_NODES, ROOT, TreeStructure, child_hash
 from kvstore.radix.values import EMPTY_PATH, NewPages, Path
 
 Extras = Mapping[int, bytes]
@@ -179,10 +180,13 @@ class RadixTree(TreeStructure):
     def children_on(self, path: Path) -> npt.NDArray[np.int32]:
         """How many different pages follow on each page of a path."""
         found = np.ones(path.pages, np.int32)
-        children, last = self.nodes.children, path.nodes[-1]
-        if len(path.nodes) > 1:
+        children, depth, last = self.nodes.children, self.nodes.depth, path.nodes[-1]
+        if len(path.nodes) <= FEW_NODES:
+            for above, node in pairwise(path.nodes):
+                found[depth[node] - 1] = children[above]
+        else:
             nodes = np.fromiter(path.nodes, np.int64, len(path.nodes))
-            found[np.asarray(self.nodes.depth)[nodes[1:]] - 1] = np.asarray(children)[nodes[:-1]]
+            found[np.asarray(depth)[nodes[1:]] - 1] = np.asarray(children)[nodes[:-1]]
         if path.tail == self.nodes.count[last]:
             found[-1] = children[last]
         return found
@@ -196,7 +200,8 @@ class RadixTree(TreeStructure):
         one with a descendant outside them, so evicting in this order is leaf-first LRU. Optional components are used only
         where the boundary needs them.
         """
-        recency = (tick << RECENCY_DEPTH_BITS) + (MAX_DEPTH - np.arange(len(slots)))
+        most = (tick << RECENCY_DEPTH_BITS) + MAX_DEPTH
+        recency = np.arange(most, most - len(slots), -1)
         self.pages.recency[slots] = recency
         for rule, part_recency in zip(self.rules.optional, self.pages.part_recency, strict=True):
             first = max(len(slots) - rule.pages, 0)
@@ -276,17 +281,18 @@ class RadixTree(TreeStructure):
 
     # --- growing ----------------------------------------------------------------------------------------------------------
 
-    def extend(self, base: Path, tokens: bytes, extras: Extras, new: NewPages) -> None:
+    def extend(self, base: Path, tokens: bytes, extras: Extras, new: NewPages, known: Path | None = None) -> None:
         """Add the pages of `tokens` right below `base`, which is as far as they match; ghosts among them come back to life.
 
-        Raises NoSpace, with no page added.
+        `known` is as far as they match with ghosts, if the caller knows that. Raises NoSpace, with no page added.
         """
         total = len(tokens) // self.pages.token_bytes
         if base.pages + total > MAX_DEPTH:
             raise BadRequest(f"a prefix of {base.pages + total} pages: at most {MAX_DEPTH}")
-        if self.parts.slots.available < int((new.blobs >= 0).sum()):
+        if new.blobs.size and self.parts.slots.available < int((new.blobs >= 0).sum()):
             raise NoSpace("the table of parts is full")
-        known = self._match_all(tokens, extras, base) if self._ghost_count else base
+        if known is None:
+            known = self._match_all(tokens, extras, base) if self._ghost_count else base
         back = known.pages - base.pages
         if back:
             known = self.open_path(known, tokens, extras, base.pages)
@@ -351,6 +357,8 @@ class RadixTree(TreeStructure):
 
 
 def _rows(new: NewPages, first: int, last: int) -> NewPages:
+    if not first and last == len(new.blobs):
+        return new
     return NewPages(new.keys[first * KEY_BYTES : last * KEY_BYTES], new.version, new.blobs[first:last], new.ranges)
 
 

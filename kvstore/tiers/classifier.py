@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.columns import ColumnSpec, nth_least
+from kvstore.columns import ColumnSpec, nth_least, nth_least_of_many
 from kvstore.tiers.policies.policy import Columns, Explanation, Pages, Policy, Slots, Use, Values, gather, parts
 from kvstore.tiers.reuse.admission import Admission
 from kvstore.tiers.reuse.ages import RHYTHMS, SCORES, AgeTables
@@ -31,7 +31,7 @@ from kvstore.tiers.reuse.features import (
 from kvstore.tiers.reuse.rival import Rival
 from kvstore.tiers.reuse.runs import by_runs
 from kvstore.tiers.reuse.score import Score
-from kvstore.tiers.reuse.states import ABANDONED, IN, KNOWN, OFFERED, REFUSED, SHADOW, WAITS, pages_with
+from kvstore.tiers.reuse.states import ABANDONED, IN, KNOWN, OFFERED, REFUSED, SHADOW, WAITS, KnownRuns, known_runs
 
 _HORIZON = 2.0
 """How far ahead the score looks, in ages at which LRU would evict now."""
@@ -70,6 +70,8 @@ class Classifier(Policy):
         self._start: float | None = None
         self._since = 0
         self._floor = 0.0
+        self._gave_up = False
+        """Whether any page was ever abandoned."""
 
     @property
     def horizon_s(self) -> float:
@@ -109,15 +111,12 @@ class Classifier(Policy):
         if self._admission is not None:
             self._admission.looked_up(len(slots) - counted, max(_REBUILD_LEAST, _SSD_WINDOW * self._capacity))
         mine, back = slots[counted:], slots[counted : use.known]
-        octaves = np.empty(0, np.int64)
+        turn, rhythm, was_end, base_uses, request_gap = self._conversation(columns, use)
+        octaves, uses = np.empty(0, np.int64), np.ones(len(mine), np.uint8)
         if len(back):
             gaps = np.maximum(now - columns["last"].take(back), 0.0)
             octaves = by_runs(gap_octaves, gaps)
-            self._learn(columns, back, gaps, state[counted : use.known])
-        turn, rhythm, was_end, base_uses, request_gap = self._conversation(columns, use)
-        uses = columns["uses"]
-        uses[back] = np.minimum(uses.take(back), _MOST - 1) + 1
-        uses[slots[max(use.known, counted) :]] = 1
+            uses[: len(back)] += np.minimum(columns["uses"].take(back), _MOST - 1)
         count = max(use.pages, len(slots))
         rhythm_bin = rhythm_octave(rhythm) if use.known else 0
         shared = request_code(
@@ -128,12 +127,13 @@ class Classifier(Policy):
             }
         )  # fmt: skip
         codes = page_codes(
-            uses=uses.take(mine), gaps=octaves, first=counted, known=use.known, end=count, children=use.children[counted:],
+            uses=uses, gaps=octaves, first=counted, known=use.known, end=count, children=use.children[counted:],
             base_uses=base_uses, shared=shared,
         )  # fmt: skip
-        score = self._scores(codes)
+        odds = self._learn(columns, back, gaps, state[counted : use.known], codes) if len(back) else self._score.of(codes)
+        score = _score_bins(odds)
         score += np.uint8(min(RHYTHMS - 1, rhythm_bin // 2) * SCORES)
-        columns["code"][mine], columns["class"][mine] = codes, score
+        columns["code"][mine], columns["class"][mine], columns["uses"][mine] = codes, score, uses
         columns["last"][mine], columns["turns"][mine], columns["rhythm"][mine] = now, turn, rhythm
         columns["state"][mine] = state[counted:] & IN | (KNOWN | WAITS | SHADOW)
         self._since += len(mine)
@@ -152,24 +152,19 @@ class Classifier(Policy):
         turns, before = np.minimum(turns + 1, _MOST), columns["code"].take(back)
         base_uses, rhythm_bins = uses.take(back).astype(np.int64), np.zeros(len(slots), np.int64)
         rhythm_bins[:known] = rhythm_octaves(rhythm[:known])
-        self._learn(columns, back, gaps, state[:known])
         uses[back] = np.minimum(uses.take(back), _MOST - 1) + 1
         uses[slots[known:]] = 1
         codes = lone_codes(
             uses=uses.take(slots), gaps=gap_octaves(gaps), children=use.children, turns=turns, was_end=field(before, Field.FROM_END),
             base_uses=base_uses, rhythms=rhythm_bins[:known], hint=hint,
         )  # fmt: skip
+        odds = self._learn(columns, back, gaps, state[:known], codes)
         columns["code"][slots] = codes
-        columns["class"][slots] = self._scores(codes) + (np.minimum(RHYTHMS - 1, rhythm_bins // 2) * SCORES).astype(np.uint8)
+        columns["class"][slots] = _score_bins(odds) + (np.minimum(RHYTHMS - 1, rhythm_bins // 2) * SCORES).astype(np.uint8)
         columns["last"][slots], columns["rhythm"][slots] = now, rhythm
         columns["turns"][back], columns["turns"][slots[known:]] = turns, 0
         columns["state"][slots] = state & IN | (KNOWN | WAITS | SHADOW)
         self._since += len(slots)
-
-    def _scores(self, codes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-        """The bins of the log-odds of pages with these codes."""
-        found: npt.NDArray[np.uint8] = np.minimum(np.maximum(self._score.of(codes) * 2 + SCORES / 2, 0), SCORES - 1).astype(np.uint8)
-        return found
 
     def entered(self, columns: Columns, slots: Slots, now: float) -> None:
         """They are in the tier."""
@@ -179,37 +174,43 @@ class Classifier(Policy):
         """They are not in the tier any more."""
         columns["state"][slots] &= ~np.uint8(IN)
 
-    def _learn(self, columns: Columns, back: npt.NDArray[np.intp], gaps: npt.NDArray[np.float64], state: npt.NDArray[np.uint8]) -> None:
-        """Pages are used again, after so many seconds."""
-        codes = columns["code"].take(back)
+    def _learn(
+        self,
+        columns: Columns,
+        back: npt.NDArray[np.intp],
+        gaps: npt.NDArray[np.float64],
+        state: npt.NDArray[np.uint8],
+        codes: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[np.float64]:
+        """Pages are used again, after so many seconds. Returns the log-odds of pages with these codes from then on."""
+        before = columns["code"].take(back)
         self._tables.reused(columns["class"].take(back), gaps)
+        if self._admission is not None and self._ssd_horizon:
+            offered = (state & (OFFERED | IN)) == OFFERED
+            if offered.any():
+                refused = (state[offered] & REFUSED) != 0
+                in_time = gaps[offered] <= self._ssd_horizon
+                self._admission.came_back(before[offered], columns["odds"].take(back[offered]), refused, in_time)
         waits = (state & WAITS) != 0
-        self._score.learn(codes[waits], used_again=gaps[waits] <= self.horizon_s)
-        if self._admission is None or not self._ssd_horizon:
-            return
-        offered = (state & (OFFERED | IN)) == OFFERED
-        if offered.any():
-            refused = (state[offered] & REFUSED) != 0
-            in_time = gaps[offered] <= self._ssd_horizon
-            self._admission.came_back(codes[offered], columns["odds"].take(back[offered]), refused, in_time)
+        return self._score.learn_and_rate(before[waits], gaps[waits] <= self.horizon_s, codes)
 
     def _conversation(self, columns: Columns, use: Use) -> tuple[int, float, int, int, int]:
         """(turns, smoothed gap, where its end was, uses, last gap) of the conversation that the deepest known page tells of."""
         if not use.known:
             return 0, 0.0, 0, 0, 0
         deepest = int(use.slots[use.known - 1])
-        turns, rhythm = int(columns["turns"][deepest]), float(columns["rhythm"][deepest])
-        code = int(columns["code"][deepest])
+        turns, rhythm, code = columns["turns"].item(deepest), columns["rhythm"].item(deepest), columns["code"].item(deepest)
         if use.known <= use.counted:  # the read of this request has found it out
             was_end, base_uses, gap = (number_in(code, which) for which in (Field.WAS_END, Field.BASE_USES, Field.REQUEST_GAP))
             return turns, rhythm, was_end, base_uses % 8, gap
-        pause = math.log2(max(0.0, use.now - float(columns["last"][deepest])) + 0.125)
+        pause = math.log2(max(0.0, use.now - columns["last"].item(deepest)) + 0.125)
         rhythm = 0.7 * rhythm + 0.3 * pause if turns else pause
-        base_uses = octave(int(columns["uses"][deepest]), 7)
+        base_uses = octave(columns["uses"].item(deepest), 7)
         return min(_MOST, turns + 1), rhythm, number_in(code, Field.FROM_END), base_uses, 0
 
     def abandoned(self, columns: Columns, slots: Slots, now: float) -> None:
         """They are the first to go, unless they are used after all."""
+        self._gave_up = True
         columns["state"][slots] |= ABANDONED
 
     def forgotten(self, columns: Columns, slots: Slots, now: float) -> None:
@@ -237,51 +238,55 @@ class Classifier(Policy):
 
     def _worth(self, batch: Sequence[Pages], now: float) -> npt.NDArray[np.float64]:
         values = self._tables.worth(gather(batch, "class"), now - gather(batch, "last"))
-        values[(gather(batch, "state") & ABANDONED) != 0] = -1.0
+        if self._gave_up:
+            values[(gather(batch, "state") & ABANDONED) != 0] = -1.0
         return values
 
     def _rebuild(self, batch: Sequence[Pages], now: float) -> None:
         """Look at all that is known: who was not used within the horizon, and which ages there are."""
-        known = [pages_with(pages, KNOWN) for pages in batch]
-        ages = now - gather(known, "last")
-        for pages in known:
-            late = pages.slots[((pages.of("state") & WAITS) != 0) & (now - pages.of("last") > self.horizon_s)]
-            self._score.learn(pages.columns["code"][late], used_again=False)
-            pages.columns["state"][late] &= ~np.uint8(WAITS)
-        self._tables.rebuild(gather(known, "class"), ages)
-        rounds = self._since / max(1, len(ages))
+        known = [known_runs(pages) for pages in batch]
+        for runs in known:
+            late = runs.slots(((runs.state & WAITS) != 0) & (now - runs.last > self.horizon_s))
+            self._score.learn(runs.columns["code"].take(late), used_again=False)
+            runs.columns["state"][late] &= ~np.uint8(WAITS)
+        classes, last, pages = (
+            np.concatenate(each) for each in zip(*((runs.classes, runs.last, runs.lengths) for runs in known), strict=True)
+        )
+        ages = now - last
+        self._tables.rebuild(classes, ages, pages)
+        rounds = self._since / max(1, int(pages.sum()))
         self._tables.forget(float(np.exp2(-rounds / _TABLE_HALF_LIFE)))
         self._score.forget(float(np.exp2(-rounds / _STEP_HALF_LIFE)))
         if self._admission is not None:
             self._admission.forget(float(np.exp2(-rounds / _STEP_HALF_LIFE)))
         self._since = 0
-        self._lru_age = self._age_at(ages, self._capacity, now)
+        self._lru_age = self._age_at_end(ages, pages, now)
         self._see_absence(known, now)
 
-    def _see_absence(self, known: Sequence[Pages], now: float) -> None:
+    def _see_absence(self, known: Sequence[KnownRuns], now: float) -> None:
         """Which pages that left for SSD were not used for as long as it would have held them."""
         horizon = self._ssd_horizon = self._ssd_age or self._provisional_horizon(now)
         if self._admission is None or not horizon:
             return
-        for pages in known:
-            late = pages.slots[((pages.of("state") & OFFERED) != 0) & (now - pages.of("last") > horizon)]
-            self._learn_absence(pages.columns, late)
-            pages.columns["state"][late] &= ~np.uint8(OFFERED)
+        for runs in known:
+            late = runs.slots(((runs.state & OFFERED) != 0) & (now - runs.last > horizon))
+            self._learn_absence(runs.columns, late)
+            runs.columns["state"][late] &= ~np.uint8(OFFERED)
 
     def _provisional_horizon(self, now: float) -> float:
         """While SSD fills up: something that it will certainly hold, if that is well beyond what DRAM does."""
         so_far = (now - (self._start or now)) / 2
         return so_far if so_far > _HORIZON * self._lru_age else 0.0
 
-    def _learn_absence(self, columns: Columns, slots: Slots) -> None:
+    def _learn_absence(self, columns: Columns, slots: Slots | npt.NDArray[np.intp]) -> None:
         if self._admission is not None and self._ssd_horizon and len(slots):
             refused = (columns["state"][slots] & REFUSED) != 0
             self._admission.stayed_away(columns["code"][slots], columns["odds"][slots], refused, columns["last"][slots])
 
-    def _age_at(self, ages: npt.NDArray[np.float64], capacity: int, now: float) -> float:
-        """The age at which LRU evicts from so many pages."""
-        full = len(ages) >= capacity
-        return max(1e-3, float(np.partition(ages, capacity - 1)[capacity - 1]) if full else now - (self._start or 0.0))
+    def _age_at_end(self, ages: npt.NDArray[np.float64], pages: npt.NDArray[np.int64], now: float) -> float:
+        """The age at which LRU evicts, if there are so many pages of each of these ages."""
+        full = pages.sum() >= self._capacity
+        return max(1e-3, float(nth_least_of_many(ages, pages, self._capacity - 1)) if full else now - (self._start or 0.0))
 
     def left_below(self, columns: Columns, slots: Slots, now: float) -> None:
         """Pages left SSD: the old among them had to, others may have been deleted."""
@@ -340,6 +345,12 @@ class Classifier(Policy):
                 self.chance(columns, slots, now, self._lru_age).tolist(), self._worth([pages], now).tolist(), on_ssd, strict=True,
             )
         ]  # fmt: skip
+
+
+def _score_bins(odds: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+    """The bins of log-odds."""
+    found: npt.NDArray[np.uint8] = np.minimum(np.maximum(odds * 2 + SCORES / 2, 0), SCORES - 1).astype(np.uint8)
+    return found
 
 
 def _least_of(octave_bin: int) -> int:

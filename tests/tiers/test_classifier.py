@@ -92,7 +92,7 @@ def test_the_score_learns_what_tells_reuse_and_unlearns_it() -> None:
 def tables_of(reused: npt.NDArray[np.float64], idle: npt.NDArray[np.float64]) -> AgeTables:
     tables = AgeTables()
     tables.reused(np.zeros(len(reused), np.uint8), reused)
-    tables.rebuild(np.zeros(len(idle), np.uint8), idle)
+    tables.rebuild(np.zeros(len(idle), np.uint8), idle, np.ones(len(idle), np.int64))
     return tables
 
 

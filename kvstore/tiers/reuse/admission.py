@@ -28,6 +28,7 @@ class Admission:
         self._loss = loss
         self._score = Score()
         self._offered: Floats = np.zeros(_BINS)
+        self._any_offered = False
         self._looked_up = 0.0
         self._expected = self._returned = 0.0
         self.floor = 0
@@ -41,6 +42,8 @@ class Admission:
         """So many pages were asked for; what is older than about `window` pages counts little."""
         kept = 2.0 ** (-pages / window)
         self._looked_up = self._looked_up * kept + pages
+        if not self._any_offered:
+            return
         self._offered *= kept
         self._expected *= kept
         self._returned *= kept
@@ -66,6 +69,7 @@ class Admission:
 
     def admits(self, odds: Odds, price: float) -> npt.NDArray[np.bool_]:
         """Which of the pages that leave DRAM are worth writing, at this price of their room."""
+        self._any_offered = True
         self._offered += np.bincount(odds, minlength=_BINS)
         forgone = np.cumsum(self._offered * np.maximum(0.0, _CHANCES * self._correction - price))
         self.floor = int(np.flatnonzero(np.append(0.0, forgone) <= self._loss * self._looked_up)[-1])

@@ -38,7 +38,9 @@ class AgeTables:
 
     def reused(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
         """Pages were used again at these ages (seconds)."""
-        places = classes.astype(np.int64) * _AGES + by_runs(_bins, ages)
+        places = classes.astype(np.int64)
+        places *= _AGES
+        places += by_runs(_bins, ages)
         if len(places) < MANY:
             np.add.at(self._reused.ravel(), places, 1.0)
         else:
@@ -53,9 +55,9 @@ class AgeTables:
         self._reused *= share_kept
         self._lost *= share_kept
 
-    def rebuild(self, classes: npt.NDArray[np.uint8], ages: Floats) -> None:
-        """Estimate anew; the arguments are of all pages and ghosts that are idle now."""
-        idle = np.bincount(classes.astype(np.int64) * _AGES + _bins(ages), minlength=CLASSES * _AGES).reshape(CLASSES, _AGES)
+    def rebuild(self, classes: npt.NDArray[np.uint8], ages: Floats, pages: npt.NDArray[np.int64]) -> None:
+        """Estimate anew; the arguments are of all pages and ghosts that are idle now: so many of each class and age."""
+        idle = np.bincount(classes.astype(np.int64) * _AGES + _bins(ages), pages, CLASSES * _AGES).reshape(CLASSES, _AGES)
         gone = self._lost + idle
         reached = (self._reused + gone)[:, ::-1].cumsum(1)[:, ::-1]
         hazards = self._hazards(reached - gone / 2)
@@ -67,10 +69,7 @@ class AgeTables:
         seen = np.flatnonzero(reached[:, 0] > 0)
         last = min(_AGES, int(np.flatnonzero(reached.sum(0) > 0).max(initial=0)) + 2)
         alive, time = surviving[seen], held[seen]
-        for start in range(last - 1):
-            later = slice(start + 1, last + 1)
-            rates = (alive[:, start : start + 1] - alive[:, later]) / np.maximum(time[:, later] - time[:, start : start + 1], 1e-300)
-            self._index[seen, start] = rates.max(1)
+        self._index[seen, : last - 1] = _best_rates(alive[:, : last + 1].T.copy(), time[:, : last + 1].T.copy()).T
         rest = slice(last - 1, None)  # beyond what was seen only the next age counts
         self._index[seen, last - 1 : _AGES] = -np.diff(alive[:, rest]) / np.maximum(np.diff(time[:, rest]), 1e-300)
         self._index[:, _AGES] = self._index[:, _AGES - 1]
@@ -87,7 +86,10 @@ class AgeTables:
 
     def worth(self, classes: npt.NDArray[np.uint8], ages: Floats) -> Floats:
         """Reuses for each second of keeping pages, at best."""
-        place = by_runs(_position, ages)
+        return by_runs(self._worth, classes, ages)
+
+    def _worth(self, classes: npt.NDArray[np.uint8], ages: Floats) -> Floats:
+        place = _position(ages)
         low = place.astype(np.int64)
         place -= low
         low += _ROWS.take(classes)
@@ -108,6 +110,20 @@ class AgeTables:
         """The chance that a page of whatever class, idle up to this age, is used within so many seconds from then."""
         now, then = _bins(np.array([age, age + within]))
         return float(1 - self._pooled[then] / max(self._pooled[now], 1e-12))
+
+
+def _best_rates(alive: Floats, time: Floats) -> Floats:
+    """The best rate from each age (a row; not from the last two) to any later one, by class (a column).
+
+    `alive` is who gets so far, `time` how long keeping has been paid for.
+    """
+    best = np.empty((len(alive) - 2, alive.shape[1]))
+    for start in range(len(best)):
+        rates = alive[start] - alive[start + 1 :]
+        paid = time[start + 1 :] - time[start]
+        rates /= np.maximum(paid, 1e-300, out=paid)
+        rates.max(0, out=best[start])
+    return best
 
 
 def _shrunk(reused: Floats, at_risk: Floats, coarser: Floats) -> Floats:

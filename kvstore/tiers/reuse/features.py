@@ -19,6 +19,8 @@ Codes = npt.NDArray[np.uint64]
 class Field(IntEnum):
     """Where each number is; 4 bits each."""
 
+    __hash__ = int.__hash__  # that of an enum hashes its name, in Python
+
     USES = 0
     GAP = 1
     """Octave of the seconds between the last two uses; 0 for none."""
@@ -89,8 +91,11 @@ def octave(count: int, top: int = 15) -> int:
 
 def gap_octaves(seconds: npt.NDArray[np.float64]) -> Ints:
     """Octaves of seconds, 1 to 15."""
-    found: Ints = np.minimum(np.maximum(np.log2(seconds + 1e-3) + 4, 1), 15).astype(np.int64)
-    return found
+    place = seconds + 1e-3
+    np.log2(place, out=place)
+    place += 4
+    np.maximum(place, 1, out=place)
+    return np.minimum(place, 15, out=place).astype(np.int64)
 
 
 def rhythm_octave(rhythm: float) -> int:
@@ -126,7 +131,10 @@ def number_in(code: int, which: Field) -> int:
 
 def request_code(values: dict[Field, int]) -> int:
     """The part of the code that all pages of a request share."""
-    return sum(value << 4 * which for which, value in values.items())
+    code = 0
+    for which, value in values.items():
+        code |= value << 4 * which
+    return code
 
 
 def page_codes(

@@ -72,9 +72,9 @@ class Rival:
 
 
 def _front(bits: npt.NDArray[np.integer[Any]]) -> int:
-    """How many are set (to one bit, all to the same) before the first that is not."""
-    first = int(bits.argmin()) if len(bits) else 0
-    return first if len(bits) and not bits[first] else len(bits)
+    """How many (of one byte) are set before the first that is not."""
+    first = bits.tobytes().find(0)
+    return len(bits) if first < 0 else first
 
 
 def _least(values: Values, recency: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

@@ -6,24 +6,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import runs_of
+
 MANY = 256
 """Of fewer values it costs more to look for runs than it saves."""
 
 _Array = npt.NDArray[Any]
 
 
-def runs_of(values: _Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where runs of equal values start, and how long they are."""
-    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-    return starts, np.diff(starts, append=len(values))
-
-
-def by_runs(function: Callable[[_Array], _Array], values: _Array) -> _Array:
-    """What `function` makes of each value."""
-    if len(values) < MANY:
-        return function(values)
-    starts, lengths = runs_of(values)
-    return np.repeat(function(values[starts]), lengths)
+def by_runs(function: Callable[..., _Array], *columns: _Array) -> _Array:
+    """What `function` makes of each row of some columns."""
+    if len(columns[0]) < MANY:
+        return function(*columns)
+    starts, lengths = runs_of(*columns)
+    return np.repeat(function(*(column.take(starts) for column in columns)), lengths)
 
 
 def grouped(values: _Array) -> tuple[npt.NDArray[np.int64], _Array, npt.NDArray[np.int64]]:

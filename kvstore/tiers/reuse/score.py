@@ -4,6 +4,7 @@ One weight for each pair of values of each pair of features; steps by AdaGrad (J
 was learned long ago can be unlearned. Pages of one request are one example: their gradients are summed.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -82,13 +83,29 @@ class Score:
             pages = np.bincount(which, lengths)
             if not isinstance(used_again, bool):
                 used_again, codes = codes >= _USED, codes & ~_USED
-        places = self._places(codes)
-        error = (1 / (1 + np.exp(-self._weights.take(places).sum(1))) - used_again) * pages
+        self._step(self._places(codes), used_again, pages)
+
+    def learn_and_rate(self, before: _Codes, used_again: npt.NDArray[np.bool_], codes: _Codes) -> npt.NDArray[np.float64]:
+        """Pages of one request had the codes `before`, and this became of them: `learn`, then `of` the codes that pages have now."""
+        if not len(before) or len(before) >= MANY or len(codes) >= MANY:
+            self.learn(before, used_again=used_again)
+            return self.of(codes)
+        places = self._places(np.concatenate((before, codes)))
+        self._step(places[: len(before)], used_again, 1)
+        rated: npt.NDArray[np.float64] = self._weights.take(places[len(before) :]).sum(1)
+        return rated
+
+    def _step(self, places: npt.NDArray[np.int64], used_again: bool | npt.NDArray[np.bool_], pages: int | npt.NDArray[Any]) -> None:
+        """Learn what became of so many pages for each row of places of weights."""
+        weights = self._weights.take(places)
+        error = (1 / (1 + np.exp(-weights.sum(1))) - used_again) * pages
         pairs, touched = places.shape[1], places.ravel()
-        gradient = np.bincount(touched, np.repeat(error, pairs), len(self._weights)).take(touched)
-        sums = self._sums.take(touched) + gradient * gradient
+        gradient = np.bincount(touched, error.repeat(pairs), len(self._weights)).take(touched)
+        sums = self._sums.take(touched)
+        sums += gradient * gradient
         self._sums[touched] = sums  # one that is touched twice gets the same twice
-        self._weights[touched] = self._weights.take(touched) - _RATE / np.sqrt(pairs) * gradient / np.sqrt(sums + 1)
+        sums += 1
+        self._weights[touched] = weights.ravel() - _RATE / math.sqrt(pairs) * gradient / np.sqrt(sums, out=sums)
 
     def learn_by_request(self, codes: npt.NDArray[np.uint64], requests: npt.NDArray[np.float64], *, used_again: bool) -> None:
         """What became of pages of several requests, each an example of its own; told apart by a number (their time)."""
