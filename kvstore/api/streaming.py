@@ -10,6 +10,7 @@ from kvstore.api.sessions import Session
 from kvstore.api.wire import (
     DATA_META,
     MAX_BULK_PAYLOAD,
+    MAX_DATA_PAYLOAD,
     SLICES_META,
     Alike,
     Channel,
@@ -303,7 +304,7 @@ class _Sender:
 
     def __init__(self, connection: Peer, request: int, space: Space, frame_bytes: int) -> None:
         self.request = request
-        self._frame_bytes = min(frame_bytes or MAX_BULK_PAYLOAD, MAX_BULK_PAYLOAD)
+        self._frame_bytes = min(frame_bytes or MAX_BULK_PAYLOAD, MAX_DATA_PAYLOAD)
         self.pieces_sent = 0
         self.payload_bytes = 0
         self.answered = False
@@ -392,7 +393,8 @@ class _Sender:
 
     def full(self, piece: Piece) -> bool:
         """Whether a piece has no place in the frame any more."""
-        return (bool(self._pieces) and self._bytes + piece.size > self._frame_bytes) or len(self._pieces) >= _FRAME_PIECES
+        most = min(self._frame_bytes, MAX_BULK_PAYLOAD) if self._held else self._frame_bytes  # what comes from SSD is not saved up
+        return (bool(self._pieces) and self._bytes + piece.size > most) or len(self._pieces) >= _FRAME_PIECES
 
     def add(self, piece: Piece, layout: SliceLayout, stored: memoryview, row: int = _PROVISIONAL) -> None:
         """Gather a piece of the stored form of a blob, or of a part of a put under way."""
