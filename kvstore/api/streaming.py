@@ -80,15 +80,19 @@ async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVSto
     try:
         put = connection.store.get_put(connection.session.owner, handle)
         if put.at_once:
-            await connection.store.put_begun(put, BEGIN_WAIT_S)
-        if put.at_once and not put.wants(page, part):
-            await connection.channel.skip(header.payload_bytes + header.trailer_bytes)
-            return None
-        if put.has(page, part, first_slice, header.pieces):
+            if not put.ready or put.error is not None:
+                await connection.store.put_begun(put, BEGIN_WAIT_S)
+            if not put.wants(page, part):
+                await connection.channel.skip(header.payload_bytes + header.trailer_bytes)
+                return None
+        try:
+            view, sizes = put.locate(page, part, first_slice, header.payload_bytes, header.pieces)
+        except BadRequest:
+            if not put.has(page, part, first_slice, header.pieces):
+                raise
             await connection.channel.skip(header.payload_bytes)
             put.check_again(page, part, first_slice, await connection.channel.read(header.trailer_bytes))
             return None
-        view, sizes = put.locate(page, part, first_slice, header.payload_bytes, header.pieces)
     except KVStoreError as error:
         if put is not None:
             put.fail(error)
