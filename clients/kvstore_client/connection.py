@@ -27,6 +27,7 @@ from kvstore.api.wire import (
     pack,
     unpack,
 )
+from kvstore.api.wire.channel import Bulk
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseRequest, Matched, Message, PutHandle, PutReady
 from kvstore.api.wire.same_host import MAX_SEGMENTS
@@ -264,19 +265,22 @@ class Connection(Answers[asyncio.Future[Frame]]):
                 if call.done.done():
                     call.done.exception()  # it is told above, or does not matter any more
 
-    async def send_slices(
-        self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview], number: int | None = None,
-        behind: Sequence[bytes | memoryview] = (),
-    ) -> None:  # fmt: skip
+    async def send_slices(self, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview]) -> None:
         """Send consecutive slices of one part of a put; digests are computed on the way. There is no reply: commit tells.
 
-        What the daemon can't take is said at once, too: to the request of that `number`, if one is given. Frames may come `behind` them.
+        What the daemon can't take is said at once, too.
+        """
+        await self.send_frames([(SLICES_META.pack(handle, page, part, first_slice), slices)], next(self._numbers))
+
+    async def send_frames(self, frames: Sequence[Bulk], number: int, behind: Sequence[bytes | memoryview] = ()) -> None:
+        """As `send_slices`, several frames of them: what the daemon can't take is said to the request of that `number`.
+
+        Others may come `behind` them.
         """
         self._raise_if_lost()
-        meta, none = SLICES_META.pack(handle, page, part, first_slice), [None] * len(slices)
         async with self._write_lock:
             try:
-                await self._channel.send_pieces(FrameType.SLICES, number or next(self._numbers), meta, slices, none, then=lambda _: behind)
+                await self._channel.send_frames(FrameType.SLICES, number, frames, behind)
             except BaseException as error:
                 self._fail(error if isinstance(error, ConnectionLost) else ConnectionLost("a frame was cut short"))
                 raise

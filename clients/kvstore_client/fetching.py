@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvstore.api.wire import MAX_DATA_PAYLOAD
 from kvstore_client.blocks import Block, Item, blocks_of
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near import NearBlob, copy_near
@@ -64,6 +65,7 @@ async def fetch_blocks(
             left, client.pool.spread, on_group=on_group, progress=arrivals.far if blobs else progress,
             stripe_bytes=LINK_STRIPE if client.pool.several else 0,
             priority=priority or ("interactive" if arrivals.nbytes <= INTERACTIVE_BYTES else "bulk"),
+            frame_bytes=MAX_DATA_PAYLOAD if client.pool.local else 0,
         )  # fmt: skip
         await fetch_striped(client.pool, namespace, plan, target)
         plan.verify()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvstore.api.wire import DIGEST_BYTES, STREAM_PAYLOAD, BadRequest, Corrupt, KVSpec, KVStoreError, PartRange, Run, cut
+from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, STREAM_PAYLOAD, BadRequest, Corrupt, KVSpec, KVStoreError, PartRange, Run, cut
 from kvstore_client.blocks import Block, PagePart
 from kvstore_client.ledger import Ledger
 from kvstore_client.stripes import Stripe, one_stripe, stripes_of
@@ -72,12 +72,14 @@ class FetchPlan:
     """Blocks cut into stripes, and the check that what arrived is what was named.
 
     `on_group` is told the number of each layer group once all of it is there, `progress` the bytes so far and in all. The
-    blobs of a `provisional` plan are parts of puts under way, which have no id yet. `stripe_bytes` says how large stripes are.
+    blobs of a `provisional` plan are parts of puts under way, which have no id yet. `stripe_bytes` says how large stripes are,
+    `frame_bytes` how large frames may be where nobody is told of what arrives.
     """
 
     def __init__(
         self, blocks: Sequence[Block], connections: int, *, on_group: Callable[[int], None] | None = None,
         progress: Callable[[int, int], None] | None = None, provisional: bool = False, stripe_bytes: int = 0, priority: Priority = "bulk",
+        frame_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.priority = priority
         self.provisional = provisional
@@ -89,11 +91,11 @@ class FetchPlan:
         for block in blocks:
             self.nbytes += block.nbytes
             self._missing[block.group] = self._missing.get(block.group, 0) + block.nbytes
-        self.frame_bytes = 0
+        self.frame_bytes = frame_bytes
         if provisional or progress is not None:
             self.frame_bytes = STREAM_PAYLOAD
         elif on_group is not None:  # a group is told of when its last frame is whole, so no frame is larger than one
-            self.frame_bytes = max(STREAM_PAYLOAD, min(self._missing.values(), default=0))
+            self.frame_bytes = min(max(STREAM_PAYLOAD, min(self._missing.values(), default=0)), MAX_BULK_PAYLOAD)
         self._ledger = None if provisional else Ledger()
         size = stripe_bytes or _stripe_bytes(self.nbytes, connections)
         self.stripes = [one_stripe(blocks)] if 0 < self.nbytes <= size else list(stripes_of(blocks, size))

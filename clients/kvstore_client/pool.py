@@ -68,8 +68,12 @@ class Pool:
 
         There is no link that several would fill, and each is more to do for the same two threads.
         """
-        local = not self.several and any(c is not None and c.lost is None and c.local for c in self._slots)
-        return 1 if local else self.size
+        return 1 if self.local else self.size
+
+    @property
+    def local(self) -> bool:
+        """Whether it leads to this machine, by one link."""
+        return not self.several and any(c is not None and c.lost is None and c.local for c in self._slots)
 
     def link(self, slot: int) -> Link:
         """The link of a slot's connection."""

@@ -22,7 +22,7 @@ from kvstore.api.rebuilds import slow_match, waits
 from kvstore.api.replies import Reply
 from kvstore.api.request_stats import RequestStats
 from kvstore.api.request_tables import ACCESS, QUICK, SLOW
-from kvstore.api.requests import Slow
+from kvstore.api.requests import Slow, commit_now
 from kvstore.api.same_host import SameHost, SameHostPeer
 from kvstore.api.sessions import Session, Sessions
 from kvstore.api.small_fetch import fetch_small
@@ -30,9 +30,8 @@ from kvstore.api.streaming import Asked, Then, read_fetch, receive_slices, strea
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, encode, pack, unpack, unpack_request
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.eager import begin
-from kvstore.api.wire.messages import Cancel, ErrorReply, Hello, Message, Welcome
+from kvstore.api.wire.messages import Cancel, Commit, ErrorReply, Hello, Message, Welcome
 from kvstore.errors import (
-    BadRequest,
     Busy,
     Cancelled,
     ConnectionLost,
@@ -267,7 +266,10 @@ class Connection:
             message_type, slow = SLOW[kind]
             try:
                 message = unpack_request(message_type, meta)
-            except BadRequest as error:
+                if isinstance(message, Commit) and await self._committed(header, began, message, payload):
+                    return
+            except KVStoreError as error:
+                self._fatal_if_protocol(error)
                 await self._error(header.request, error)
                 return
             await self._start(group, header, began, partial(self._slow, header.request, slow, message, payload))
@@ -275,6 +277,14 @@ class Connection:
                 await asyncio.sleep(0)  # it has begun, nearly always, when its slices follow at once
         else:
             raise ProtocolError(f"a {kind.name} frame from a client")
+
+    async def _committed(self, header: Header, began: int, message: Commit, payload: bytes) -> bool:
+        """Answer a COMMIT at once, if there is nothing to wait for."""
+        if header.request in self._running or (reply := commit_now(self, message, payload)) is None:
+            return False
+        await self._send_reply(header.request, reply)
+        self._stats.answered(header.type.name, began)
+        return True
 
     async def _give_way(self, since_ns: int) -> None:
         """Let others have a turn, if requests of this connection have had the loop for long."""

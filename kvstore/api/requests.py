@@ -37,7 +37,7 @@ from kvstore.api.wire.messages import (
 from kvstore.errors import BadRequest, KVStoreError, NotFound
 from kvstore.hints import Hints
 from kvstore.kvspec import KVSpec
-from kvstore.store import Ack, NamespaceSettings, PutRequest
+from kvstore.store import Ack, NamespaceSettings, PutRequest, PutResult
 from kvstore.store.settings import Rebuild
 
 MAX_COMMIT_WAIT_MS = 60_000
@@ -155,11 +155,23 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
     except KVStoreError:  # spoilt, or there is no room: its client asks before it sends it again, and it must not take room beside that
         context.store.abort_put(put)
         raise
-    result = await context.store.commit_put(put, min(message.whole_ms, MAX_COMMIT_WAIT_MS) / 1000)
+    return _committed(await context.store.commit_put(put, min(message.whole_ms, MAX_COMMIT_WAIT_MS) / 1000))
+
+
+def commit_now(context: Context, message: Commit, payload: bytes) -> Reply | None:
+    """The answer to a COMMIT that has nothing to wait for, which is the rule for one that came behind its slices; None for others."""
+    if payload or message.whole_ms > 0:
+        return None
+    later: list[Callable[[], None]] = []
+    result = context.store.commit_put_now(context.store.get_put(context.session.owner, message.handle), later.append)
+    return None if result is None else _committed(result, later[0])
+
+
+def _committed(result: PutResult, after: Callable[[], None] | None = None) -> Reply:
     done = Committed(
         new_pages=result.new_pages, existing_pages=result.existing_pages, pending_pages=result.pending_pages, existing=list(result.existing)
     )
-    return Reply(FrameType.COMMITTED, done)
+    return Reply(FrameType.COMMITTED, done, after=after)
 
 
 async def _prefetch(context: Context, message: Prefix, payload: bytes) -> Reply:

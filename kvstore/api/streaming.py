@@ -10,6 +10,7 @@ from kvstore.api.sessions import Session
 from kvstore.api.wire import (
     DATA_META,
     MAX_BULK_PAYLOAD,
+    MAX_DATA_PAYLOAD,
     SLICES_META,
     Alike,
     Channel,
@@ -79,15 +80,19 @@ async def receive_slices(connection: Peer, header: Header, meta: bytes) -> KVSto
     try:
         put = connection.store.get_put(connection.session.owner, handle)
         if put.at_once:
-            await connection.store.put_begun(put, BEGIN_WAIT_S)
-        if put.at_once and not put.wants(page, part):
-            await connection.channel.skip(header.payload_bytes + header.trailer_bytes)
-            return None
-        if put.has(page, part, first_slice, header.pieces):
+            if not put.ready or put.error is not None:
+                await connection.store.put_begun(put, BEGIN_WAIT_S)
+            if not put.wants(page, part):
+                await connection.channel.skip(header.payload_bytes + header.trailer_bytes)
+                return None
+        try:
+            view, sizes = put.locate(page, part, first_slice, header.payload_bytes, header.pieces)
+        except BadRequest:
+            if not put.has(page, part, first_slice, header.pieces):
+                raise
             await connection.channel.skip(header.payload_bytes)
             put.check_again(page, part, first_slice, await connection.channel.read(header.trailer_bytes))
             return None
-        view, sizes = put.locate(page, part, first_slice, header.payload_bytes, header.pieces)
     except KVStoreError as error:
         if put is not None:
             put.fail(error)
@@ -303,7 +308,7 @@ class _Sender:
 
     def __init__(self, connection: Peer, request: int, space: Space, frame_bytes: int) -> None:
         self.request = request
-        self._frame_bytes = min(frame_bytes or MAX_BULK_PAYLOAD, MAX_BULK_PAYLOAD)
+        self._frame_bytes = min(frame_bytes or MAX_BULK_PAYLOAD, MAX_DATA_PAYLOAD)
         self.pieces_sent = 0
         self.payload_bytes = 0
         self.answered = False
@@ -392,7 +397,8 @@ class _Sender:
 
     def full(self, piece: Piece) -> bool:
         """Whether a piece has no place in the frame any more."""
-        return (bool(self._pieces) and self._bytes + piece.size > self._frame_bytes) or len(self._pieces) >= _FRAME_PIECES
+        most = min(self._frame_bytes, MAX_BULK_PAYLOAD) if self._held else self._frame_bytes  # what comes from SSD is not saved up
+        return (bool(self._pieces) and self._bytes + piece.size > most) or len(self._pieces) >= _FRAME_PIECES
 
     def add(self, piece: Piece, layout: SliceLayout, stored: memoryview, row: int = _PROVISIONAL) -> None:
         """Gather a piece of the stored form of a blob, or of a part of a put under way."""

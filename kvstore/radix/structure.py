@@ -133,6 +133,13 @@ class TreeStructure:
 
     # --- growing ----------------------------------------------------------------------------------------------------------
 
+    def has_room(self, pages: int, parts: int) -> bool:
+        """Whether a run of so many pages, with so many parts, can be added below any page without NoSpace."""
+        taken, ranges = self._page_count + self._ghost_count, self.pages.ranges
+        if taken + pages > self.capacity or ranges.high + pages > ranges.capacity:
+            return False
+        return self.parts.slots.available >= parts and self.nodes.slots.available >= 2  # one of them where a node has to be split
+
     def _split_at_end(self, path: Path) -> int:
         if not path.nodes:
             return ROOT

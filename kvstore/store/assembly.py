@@ -163,16 +163,21 @@ class Assemblies:
         assembly.pending.append(pending)
         self.pages += len(pending.rows)
 
+    def alone(self, space: Space, put_id: bytes, parent: bytes, ranges: tuple[PartRange, ...]) -> bool:
+        """Whether pages of these parts, all of them here, wait for nothing: they are whole, nothing else is pending of their computation,
+        and the page before them (the key `parent`) is in the tree. Not for flat namespaces.
+        """
+        if (space.number, put_id, b"") in self._by_id or not _whole(space, ranges):
+            return False
+        return parent == space.tree.root_key or space.tree.pages.find_key(parent) >= 0
+
     def take_whole(self, space: Space, put_id: bytes, pending: Pending) -> bool:
         """Bring what a put brought straight into the tree, if nothing else is pending of its computation and it is simply new, whole
         pages below one that is there. Returns whether it was; if not, `deposit` it. Raises NoSpace, with the pages given up.
 
         That is what most puts are, and it costs them a third of what going through an assembly does.
         """
-        tree = space.tree
-        if (space.number, put_id, b"") in self._by_id or not (pending.rows >= 0).all() or not _whole(space, pending.ranges):
-            return False
-        if pending.parent != tree.root_key and tree.pages.find_key(pending.parent) < 0:
+        if not (pending.rows >= 0).all() or not self.alone(space, put_id, pending.parent, pending.ranges):
             return False
         new = NewPages(pending.keys, put_id, pending.rows, pending.ranges)
         try:

@@ -1,7 +1,6 @@
 """Which prefix is there, how far it is usable, and what there is to load."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,13 +19,10 @@ from kvstore.store.part_table import PartTable, part_table
 from kvstore.store.rates import Rates
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
-from kvstore.store.uses import Asked, Uses
+from kvstore.store.uses import Asked, Defer, Uses
 
 MAX_FLAT_NAMED = 256
 """Pages of a flat namespace that a request pins, abandons or deletes: each is looked up, and changed, by itself."""
-
-Defer = Callable[[Callable[[], None]], None]
-"""Told of what can be done once the answer is out, but before anything else happens to the tree."""
 
 
 @dataclass(frozen=True, slots=True)

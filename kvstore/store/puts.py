@@ -307,6 +307,21 @@ class Put:
                 raise Busy(f"{self._missing} slices are not there yet, and some of them are just coming", retry_after_ms=_WRITTEN_MS)
             raise BadRequest(f"{self._missing} slices have not arrived, the first is slice {index} of page {self.first_page + row}")
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many pages it is of, and how many parts they have in all."""
+        return self._wanted.shape[0], self._wanted.size
+
+    @property
+    def brings_all(self) -> bool:
+        """Whether every part is wanted on every page."""
+        return bool(self._wanted.all())
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that was wanted of it has arrived, and nothing has spoilt it."""
+        return self.ready and self._whole
+
     def in_dram_already(self) -> list[int]:
         """The blobs in DRAM that have the content of what was received; none as long as not all of it was."""
         if not self._whole:

@@ -1,10 +1,12 @@
 """All puts under way: how they begin, commit, wait for other shards, and end."""
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ from kvstore.radix.values import EMPTY_PATH, Path
 from kvstore.store.assembly import ADVANCED_AT_ONCE, MAX_PENDING_PAGES, Assemblies, Assembly, Bringing
 from kvstore.store.copies import Copies
 from kvstore.store.pending import whole_components
+from kvstore.store.plain import is_plain
 from kvstore.store.put_pages import check_apart, check_pages, check_parent, masks_of, name_alone, name_pages, runs_of, slots_of
 from kvstore.store.put_request import Ack, PutRequest, PutResult, check_parts
 from kvstore.store.puts import Put
@@ -24,9 +27,11 @@ from kvstore.store.quotas import Quotas
 from kvstore.store.residency import Residency
 from kvstore.store.space import Space
 from kvstore.store.stats import Stats
-from kvstore.store.uses import Uses
+from kvstore.store.uses import Defer, Uses
 from kvstore.store.writeback import Writeback
 from kvstore.tiers.dram import Arena
+
+_log = logging.getLogger("kvstore.store")
 
 MAX_OPEN_PUTS = 1024
 """Each holds the tokens of its pages, so their number is bounded."""
@@ -220,6 +225,32 @@ class Puts:
         except (Busy, NoSpace) as error:
             self._count_refusal(error)
             raise
+
+    def commit_now(self, put: Put, defer: Defer) -> PutResult | None:
+        """As `commit`, for a put that can't but succeed at once, as most can't; None, with nothing done, for others.
+
+        `defer` takes over the commit itself, to be done once the answer is out, but before anybody else has a turn.
+        """
+        if put.request.ack is Ack.DURABLE or not is_plain(put, self.assemblies) or put.in_dram_already():
+            return None
+        defer(partial(self._enter, put))
+        return PutResult(put.total_pages - put.first_page, 0)
+
+    def _enter(self, put: Put) -> None:
+        """Commit a plain put. Its client has been told, so what must not happen here is a miss to all."""
+        pages = put.total_pages - put.first_page
+        try:
+            existed = slots_of(put) >= 0
+            _, waiting = self._take_in(put, existed)
+            went_on = next(self.assemblies.advance_each(put.space, put.request.put_id, waiting), [])
+            self._wake_waiters()
+            done = self._committed(put, slots_of(put), existed, went_on)
+        except Exception:  # noqa: BLE001 - the answer is out
+            _log.exception("a put of %d pages was acknowledged, but could not be taken in: they are not there", pages)
+            self.abort(put)
+        else:
+            if done.new_pages != pages:
+                _log.error("a put of %d new pages was acknowledged, and %d were new", pages, done.new_pages)
 
     async def _commit_and_wait(self, put: Put, wait_s: float) -> PutResult:
         await put.name_blobs()

@@ -190,6 +190,10 @@ class Space:
 
     # --- pages ---------------------------------------------------------------------------------------------------------
 
+    def has_room(self, pages: int, parts: int) -> bool:
+        """Whether so many pages can be added, wherever it is, with so many parts in all, each a blob of its own."""
+        return self.tree.has_room(pages, parts) and self.blobs.slots.available >= parts
+
     def insert(self, parent: bytes, tokens: bytes, extras: Extras, new: NewPages) -> None:
         """Add pages below the page of this key, or the root (see RadixTree.extend). Ghosts make room if the table is full."""
         self.forget_ghosts(self.tree.page_count + self.tree.ghost_count + len(new.blobs) - self.tree.capacity)

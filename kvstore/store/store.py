@@ -28,7 +28,7 @@ from kvstore.store.files import Files
 from kvstore.store.following import Following
 from kvstore.store.gaps import find_gap, rebuildable_keys
 from kvstore.store.leases import MAX_PIN_S, Lease, Leases
-from kvstore.store.matching import Defer, Match, Matching
+from kvstore.store.matching import Match, Matching
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.prefixes import Prefixes
 from kvstore.store.put_request import PutRequest, PutResult
@@ -54,7 +54,7 @@ from kvstore.store.store_config import StoreConfig
 from kvstore.store.tier_events import BothWatch, TierEvents
 from kvstore.store.trash import Trash
 from kvstore.store.upkeep import Orphans, flush
-from kvstore.store.uses import Uses
+from kvstore.store.uses import Defer, Uses
 from kvstore.store.vacate import Vacator
 from kvstore.store.why import Why, why
 from kvstore.store.writeback import Writeback
@@ -399,6 +399,10 @@ class Store:
     async def commit_put(self, put: Put, wait_s: float = 0.0) -> PutResult:
         """Make a put's pages visible (see Puts.commit)."""
         return await self._puts.commit(put, wait_s)
+
+    def commit_put_now(self, put: Put, defer: Defer) -> PutResult | None:
+        """As `commit_put`, if nothing has to be waited for; None if it has (see Puts.commit_now)."""
+        return self._puts.commit_now(put, defer)
 
     def abort_put(self, put: Put) -> None:
         """End a put that was not committed. Nothing of it is left."""

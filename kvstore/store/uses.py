@@ -18,6 +18,8 @@ from kvstore.store.stats import Stats
 
 _MARKS, _MARKS_AN_AGE = 8192, 256
 """Even ten years then take some five thousand notes."""
+Defer = Callable[[Callable[[], None]], None]
+"""Told of what can be done once the answer is out, but before anything else happens to the tree."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,25 @@ async def test_what_comes_behind_the_frame_is_made_when_its_digests_are_there(en
     assert turns >= sum(sizes) // step
 
 
+@pytest.mark.parametrize("each", [(4000,), (70_000, 30_000), (MIB, 5), (300_000,) * 3, (MIB, MIB, MIB, MIB)])
+async def test_frames_right_behind_each_other(ends: tuple[Channel, Channel], each: tuple[int, ...]) -> None:
+    frames = [(b"%8d" % number, pieces(*each)) for number in range(40 if sum(each) < MIB else 5)]
+    behind = encode(FrameType.COMMIT, 9, b"done")
+    sending = asyncio.create_task(ends[0].send_frames(FrameType.SLICES, 7, frames, behind))
+    for meta, sent in frames:
+        found = await ends[1].read_header()
+        assert found is not None
+        header, raw = found
+        assert (header.type, header.request, header.pieces) == (FrameType.SLICES, 7, len(each))
+        assert await ends[1].read_body(header, raw) == (meta, b"")
+        target = bytearray(sum(each))
+        digests, claimed = await ends[1].read_pieces(header, [(memoryview(target), each)])
+        assert target == b"".join(sent)
+        assert b"".join(digests) == claimed
+    assert (await header_of(ends[1])).type is FrameType.COMMIT
+    await sending
+
+
 async def test_places_apart(ends: tuple[Channel, Channel]) -> None:
     sizes = (MIB, 3, 70_000, 1, 2 * MIB, 4000)
     sent, targets = pieces(*sizes), [bytearray(size) for size in sizes]

@@ -43,7 +43,7 @@ def test_garbage_gives_a_bounded_header_or_an_error(raw: bytes, plausible: bool)
     except ProtocolError:
         return
     assert header.meta_bytes <= MAX_META
-    assert header.payload_bytes <= (MAX_BULK_PAYLOAD if header.bulk else MAX_CONTROL_PAYLOAD)
+    assert header.payload_bytes <= (MAX_BULK_PAYLOAD if header.type is FrameType.SLICES else MAX_CONTROL_PAYLOAD)
     assert header.trailer_bytes <= 16 * header.payload_bytes
 
 

@@ -45,7 +45,7 @@ def _frame(rng: Random) -> None:
     raw = raw.ljust(HEADER_BYTES, b"\0")
     header = decode_header(raw[:HEADER_BYTES])
     assert header.meta_bytes <= MAX_META
-    assert header.payload_bytes <= (MAX_BULK_PAYLOAD if header.bulk else MAX_CONTROL_PAYLOAD)
+    assert header.payload_bytes <= (MAX_BULK_PAYLOAD if header.type is FrameType.SLICES else MAX_CONTROL_PAYLOAD)
     assert header.trailer_bytes <= 16 * header.payload_bytes
     body = raw[HEADER_BYTES:]
     meta = body[: header.meta_bytes]

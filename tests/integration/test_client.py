@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.api.wire import BadRequest, FrameType, encode, pack
+from kvstore.api.wire import BadRequest, FrameType, Header, encode, pack
 from kvstore.api.wire.messages import Empty
 from kvstore_client import (
     AsyncClient,
@@ -23,6 +23,8 @@ from kvstore_client import (
     UnknownNamespace,
     extra_digest,
 )
+from kvstore_client.answers import Answers
+from kvstore_client.connection import Connection
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.raw import RawClient, stat, wait_for_baseline
@@ -81,6 +83,33 @@ async def test_one_transfer_takes_one_connection_on_the_daemons_machine(daemon: 
             assert stat(daemon.http)["connections"] == 1
             await asyncio.gather(*(namespace.fetch(match, out) for out in outs))
         assert all(np.array_equal(out, data) for out in outs)
+        await namespace.drop()
+
+
+@pytest.mark.parametrize(("elsewhere", "largest"), [([], 12 << 20), (["127.0.0.2"], 4 << 20)])
+async def test_frames_are_large_on_the_daemons_machine_only(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, elsewhere: list[str], largest: int
+) -> None:
+    frames: list[int] = []
+
+    async def counted(self: Connection, header: Header, meta: bytes) -> None:
+        frames.append(header.payload_bytes)
+        await Answers._receive_data(self, header, meta)
+
+    monkeypatch.setattr(Connection, "_receive_data", counted)
+    data = np.random.default_rng(1).integers(0, 256, 3 * BIG.page_bytes, dtype=np.uint8)
+    tokens = np.arange(12, dtype=np.uint32)
+    async with AsyncClient(daemon.endpoint, connections=1, shared_memory=False, local_addresses=elsewhere) as client:
+        namespace = await client.namespace("large-frames", "rev-1", BIG)
+        await namespace.put(tokens, data)
+        async with await namespace.match(tokens) as match:
+            out = np.zeros(len(data), np.uint8)
+            await namespace.fetch(match, out)
+            assert (max(frames), sum(frames)) == (largest, len(data))
+            assert np.array_equal(out, data)
+            frames.clear()
+            await namespace.fetch(match, out, progress=lambda done, total: None)
+            assert max(frames) == 1 << 20, "who is told of what arrives is told soon"
         await namespace.drop()
 
 

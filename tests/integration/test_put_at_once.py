@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.api.wire import FrameType, encode, pack, unpack
+from kvstore.api.wire import SLICES_META, FrameType, encode, pack, unpack
+from kvstore.api.wire.channel import Bulk
 from kvstore.api.wire.messages import Commit, Committed, Follow, FollowedPuts, PutHandle, PutReady, PutStart
 from kvstore_client import Client, Component, KVSpec, PutResult
 from kvstore_client.connection import Connection
@@ -71,17 +72,14 @@ def test_what_is_there_is_dropped(raw: RawClient) -> None:
 @pytest.mark.parametrize("connections", [1, 2])
 def test_what_is_there_is_not_sent_again(data_dir: Path, monkeypatch: pytest.MonkeyPatch, connections: int) -> None:
     """48 MiB of which all but the last MiB is there: the client hears of it while it sends."""
-    sent = []
-    send = Connection.send_slices
+    sent: list[int] = []
+    send = Connection.send_frames
 
-    async def spy(
-        self: Connection, handle: int, page: int, part: int, first_slice: int, slices: Sequence[memoryview], number: int | None = None,
-        behind: Sequence[bytes | memoryview] = (),
-    ) -> None:  # fmt: skip
-        sent.append(page)
-        await send(self, handle, page, part, first_slice, slices, number, behind)
+    async def spy(self: Connection, frames: Sequence[Bulk], number: int, behind: Sequence[bytes | memoryview] = ()) -> None:
+        sent.extend(SLICES_META.unpack(meta)[1] for meta, _ in frames)
+        await send(self, frames, number, behind)
 
-    monkeypatch.setattr(Connection, "send_slices", spy)
+    monkeypatch.setattr(Connection, "send_frames", spy)
     spec = KVSpec(page_tokens=1, components=(Component("full", layers=32, kv_heads=1, head_dim=1 << 13),))  # pages of 1 MiB
     data = np.arange(48 << 17, dtype=np.uint64)
     with (

@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,9 +58,10 @@ def page_bytes(prefix: Prefix, version: bytes, part: int) -> bytes:
 
 
 async def put(
-    store: Store, space: Space, prefix: Prefix, version: bytes, ack: Ack = Ack.MEMORY, first: int = 0, hints: Hints = NO_HINTS
-) -> PutResult:
-    """A whole put, as a connection would make it."""
+    store: Store, space: Space, prefix: Prefix, version: bytes, ack: Ack = Ack.MEMORY, first: int = 0, hints: Hints = NO_HINTS,
+    now: bool = False,
+) -> PutResult:  # fmt: skip
+    """A whole put, as a connection would make it; with `now` its commit is answered without waiting, if that can be."""
     request = PutRequest(version, tokens_of(prefix), {}, first, PARTS, ack, hints=hints)
     under_way = await store.begin_put(OWNER, space, request)
     for page, part in under_way.wanted_cells():
@@ -72,6 +73,12 @@ async def put(
             digest = slice_digest(view)
             under_way.received(page, part, index, [digest], digest)
             at += size
+    later: list[Callable[[], None]] = []
+    if now and (told := store.commit_put_now(under_way, later.append)) is not None:
+        later[0]()
+        there = space.tree.match(tokens_of(prefix)).pages
+        assert there == len(prefix), f"{told} was answered, and {there} of {len(prefix)} pages are there"
+        return told
     return await store.commit_put(under_way)
 
 
@@ -127,12 +134,12 @@ class StoreMachine(RuleBasedStateMachine):
     def space(self) -> Space:
         return self.store.space("default", "ns")
 
-    @rule(prefix=prefixes, durable=st.sampled_from([False, False, True]), share=st.booleans())
-    def put(self, prefix: Prefix, durable: bool, share: bool) -> None:
+    @rule(prefix=prefixes, durable=st.sampled_from([False, False, True]), share=st.booleans(), now=st.booleans())
+    def put(self, prefix: Prefix, durable: bool, share: bool, now: bool) -> None:
         self.put_number += 1
         version = (b"shared" if share else b"%d" % self.put_number).ljust(16, b"\0")
         try:
-            self.run(put(self.store, self.space, prefix, version, Ack.DURABLE if durable else Ack.MEMORY))
+            self.run(put(self.store, self.space, prefix, version, Ack.DURABLE if durable else Ack.MEMORY, now=now))
         except (Busy, NoSpace):
             return
         finally:

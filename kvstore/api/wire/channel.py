@@ -60,6 +60,8 @@ Handler = Callable[[Header, bytes, bytes], Coroutine[Any, Any, None]]
 """Deals with a frame of which header, meta and (unless it is bulk) payload were read and verified."""
 
 
+Bulk = tuple[bytes, Sequence[memoryview]]
+"""A bulk frame to be: its meta, and its pieces."""
 Turn = Callable[["Channel"], Awaitable[None] | None]
 """Says what bulk has to wait for before it goes on, if for anything."""
 
@@ -429,8 +431,39 @@ class Channel:
         before every `step` bytes what to wait for, if for anything. `then` is told the digests, and returns what goes out with them, behind
         the frame. What the kernel has copied is hashed then: out of the cache, and while the peer is already at it.
         """
+        digests, pending = await self._send_frame([], frame_type, request, meta, pieces, promised, turn, step)
+        if then is not None:
+            pending += then(digests)
+        if rest := self._begin(pending):
+            await self._send_rest(rest)
+        return digests
+
+    async def send_frames(
+        self, frame_type: FrameType, request: int, frames: Sequence[Bulk], behind: Sequence[bytes | memoryview] = ()
+    ) -> None:
+        """Bulk frames, one right after the other: the digests of one go out with the beginning of the next, and small ones together.
+
+        Other frames may come `behind` the last.
+        """
+        pending: list[bytes | memoryview] = []
+        waiting = 0
+        for meta, pieces in frames:
+            _, pending = await self._send_frame(pending, frame_type, request, meta, pieces, [None] * len(pieces), None, SEND)
+            waiting = waiting + sum(map(len, pieces)) if len(pending) > 1 else 0
+            if waiting >= SEND or len(pending) >= _GATHER:
+                if rest := self._begin(pending):
+                    await self._send_rest(rest)
+                pending, waiting = [], 0
+        if rest := self._begin([*pending, *behind]):
+            await self._send_rest(rest)
+
+    async def _send_frame(
+        self, before: list[bytes | memoryview], frame_type: FrameType, request: int, meta: bytes, pieces: Sequence[memoryview],
+        promised: Sequence[bytes | None], turn: Turn | None, step: int,
+    ) -> tuple[list[bytes], list[bytes | memoryview]]:  # fmt: skip
+        """Send what is to go `before`, and a bulk frame but for its end. Returns the digests computed, and what is still to be sent."""
         left = sum(map(len, pieces))
-        pending: list[bytes | memoryview] = [encode_bulk(frame_type, request, meta, left, len(pieces))]
+        pending = [*before, encode_bulk(frame_type, request, meta, left, len(pieces))]
         digests: list[bytes] = []
         behind: list[memoryview] = []
         waiting = 0
@@ -457,10 +490,7 @@ class Channel:
         trailer = b"".join([kept or computed for kept, computed in zip(promised, digests, strict=True)])
         assert len(trailer) == len(pieces) * DIGEST_BYTES
         pending.append(trailer)
-        if then is not None:
-            pending += then(digests)
-        await self.send(pending)
-        return digests
+        return digests, pending
 
     async def _send_in_steps(self, before: list[bytes | memoryview], piece: memoryview, turn: Turn | None, step: int) -> bytes:
         """Send what is to go before a piece, and the piece by so many bytes. Returns its digest."""

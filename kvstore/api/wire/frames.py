@@ -19,6 +19,8 @@ HEADER_BYTES = 32
 MAX_META = 1 << 20
 MAX_CONTROL_PAYLOAD = 16 << 20
 MAX_BULK_PAYLOAD = 4 << 20
+MAX_DATA_PAYLOAD = 16 << 20
+"""Of DATA, if the FETCH asks for it. For ends on one machine: over a link a frame holds up what comes behind it for long."""
 STREAM_PAYLOAD = 1 << 20
 """What is used piece by piece while more comes travels in smaller frames: a frame's digests are its last bytes."""
 MAX_PIECES = 4096
@@ -95,6 +97,9 @@ _TYPES = {int(kind): kind for kind in FrameType}
 BULK = frozenset({FrameType.SLICES, FrameType.DATA})
 """Frames whose payload is slices: its digests follow it, and the header's check leaves it out."""
 
+_LIMITS = {FrameType.SLICES: MAX_BULK_PAYLOAD, FrameType.DATA: MAX_DATA_PAYLOAD}
+"""Bytes of payload at most, where that is not MAX_CONTROL_PAYLOAD."""
+
 SLICES_META = struct.Struct("<QIHH")
 """SLICES: put handle, page, part, first slice."""
 DATA_META = struct.Struct("<Q")
@@ -153,7 +158,7 @@ def decode_header(raw: bytes | bytearray | memoryview) -> Header:
     if frame_type is None:
         raise ProtocolError(f"unknown frame type {kind}")
     bulk = frame_type in BULK
-    limit = MAX_BULK_PAYLOAD if bulk else MAX_CONTROL_PAYLOAD
+    limit = _LIMITS.get(frame_type, MAX_CONTROL_PAYLOAD)
     if meta_bytes > MAX_META or payload_bytes > limit:
         raise ProtocolError(f"a {frame_type.name} frame of {meta_bytes} + {payload_bytes} bytes: the limits are {MAX_META} + {limit}")
     if pieces > MAX_PIECES or bool(pieces) != bulk or (bulk and pieces > payload_bytes):
