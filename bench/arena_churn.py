@@ -25,7 +25,7 @@ from kvstore.api.wire import Component, KVSpec, PartRange
 from kvstore.digests import slice_digest
 from kvstore.errors import Busy
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store, StoreConfig
-from kvstore.store.leases import Lease
+from kvstore.store.matching.leases import Lease
 from kvstore.tiers.watermarks import Watermarks
 
 SIZES_KIB = (48, 100, 260, 520)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.digests import NO_EXTRA, extra_digest
 from kvstore.errors import BadRequest
 from kvstore.kvspec import Component, KVSpec, PartRange, namespace_digest
-from kvstore.store.pending import overlap, whole_components
+from kvstore.store.puts.pending import overlap, whole_components
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
 
 

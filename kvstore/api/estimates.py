@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from kvstore.api.wire.messages import EstimateAsk, EstimateMeta, TierRunMeta
 from kvstore.prefill import Prefill
-from kvstore.store.cut import Ask, Estimate
+from kvstore.store.matching.cut import Ask, Estimate
 
 
 def prefill_of(prefill_us: float, prefill_ns_per_position: float) -> Prefill | None:

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from kvstore.api.data_plane import DataPlane
 from kvstore.api.request_stats import RequestStats
 from kvstore.store import Store
-from kvstore.store.ssd_state import SSD_STATES
+from kvstore.store.ssd.state import SSD_STATES
 from kvstore.store.stats import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -14,9 +14,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from kvstore.api.estimates import prefill_of
 from kvstore.errors import BadRequest
 from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
-from kvstore.store.cut import Ask
+from kvstore.store.checking.verify import CheckReport
+from kvstore.store.matching.cut import Ask
 from kvstore.store.settings import Rebuild
-from kvstore.store.verify import CheckReport
 
 NAME_PATTERN = r"^[A-Za-z0-9._:@-]{1,200}$"
 BLOB_PATTERN = r"^[0-9a-f]{32}$"

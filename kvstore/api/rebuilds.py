@@ -18,7 +18,7 @@ from kvstore.api.wire.rebuild_messages import (
 )
 from kvstore.drift import Drift
 from kvstore.errors import BadRequest, DiskFailing
-from kvstore.store.puts import Put
+from kvstore.store.puts.put import Put
 from kvstore.tiers.recipe import RecipeKind
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import BadRequest, Busy, NotFound
 from kvstore.store import Store
-from kvstore.store.rates import ClientLink, Rates
+from kvstore.store.matching.rates import ClientLink, Rates
 
 SESSION_BYTES = 16
 _RETRY_MS = 1000

@@ -6,10 +6,10 @@ from pydantic import Field
 
 from kvstore.api.models import Namespace, ReplyModel
 from kvstore.api.request_stats import Histogram
-from kvstore.store.rates import Rate
-from kvstore.store.recovery import LoadProgress
-from kvstore.store.scrub import ScrubProgress
-from kvstore.store.ssd_state import SsdState
+from kvstore.store.checking.scrub import ScrubProgress
+from kvstore.store.matching.rates import Rate
+from kvstore.store.ssd.recovery import LoadProgress
+from kvstore.store.ssd.state import SsdState
 from kvstore.store.stats import Stats
 from kvstore.tiers.dram import SegmentUsage
 

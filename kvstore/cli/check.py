@@ -77,7 +77,7 @@ def _rate(text: str | None) -> int | None:
 
 def _stopped(data_dir: Path | None, http: str | None, rate: int | None, tell: Tell) -> dict[str, Any]:
     from kvstore.config import default_data_dir  # the other commands start faster without the daemon's imports
-    from kvstore.store.check_stopped import check_stopped
+    from kvstore.store.checking.stopped import check_stopped
     from kvstore.store.datadir import DataDirInUse
 
     path = data_dir or default_data_dir()
@@ -90,7 +90,7 @@ def _stopped(data_dir: Path | None, http: str | None, rate: int | None, tell: Te
 
 def _ended(signal_number: int, _: Tell) -> dict[str, Any]:
     """LMDB ended the process that looked."""
-    from kvstore.store.verify import CheckReport
+    from kvstore.store.checking.verify import CheckReport
 
     report = CheckReport()
     what = f"journal, blobs or recipes: LMDB ended the check at a damaged page ({signal.strsignal(signal_number)}); there may be more"

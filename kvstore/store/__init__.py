@@ -1,12 +1,12 @@
 """The store: joins the radix tree and the tiers behind one façade. No sockets in it."""
 
 from kvstore.store.clock import Clock
-from kvstore.store.leases import Lease
-from kvstore.store.matching import Match
-from kvstore.store.part_table import PartRun, PartTable
-from kvstore.store.put_request import Ack, PutRequest, PutResult
-from kvstore.store.puts import Put
-from kvstore.store.reading import Held
+from kvstore.store.dram.reading import Held
+from kvstore.store.matching.leases import Lease
+from kvstore.store.matching.matching import Match
+from kvstore.store.matching.part_table import PartRun, PartTable
+from kvstore.store.puts.put import Put
+from kvstore.store.puts.request import Ack, PutRequest, PutResult
 from kvstore.store.settings import NamespaceSettings
 from kvstore.store.space import Space
 from kvstore.store.store import Store

@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from kvstore.store.backlog import Backlog
+from kvstore.store.dram.replacement import DRAM, Replacement
 from kvstore.store.files import Files
-from kvstore.store.pending import Pending
-from kvstore.store.putting import Puts
+from kvstore.store.puts.pending import Pending
+from kvstore.store.puts.putting import Puts
 from kvstore.store.quotas import Quotas
-from kvstore.store.recovery import LoadProgress, Recovery
-from kvstore.store.replacement import DRAM, Replacement
 from kvstore.store.space import Space
 from kvstore.store.spaces import Spaces
-from kvstore.store.ssd_state import SsdState
-from kvstore.store.writeback import Writeback
+from kvstore.store.ssd.backlog import Backlog
+from kvstore.store.ssd.recovery import LoadProgress, Recovery
+from kvstore.store.ssd.state import SsdState
+from kvstore.store.ssd.writeback import Writeback
 from kvstore.tiers import Usage
 from kvstore.tiers.dram import Arena, SegmentUsage
 

@@ -9,14 +9,14 @@ import lmdb
 
 from kvstore.errors import Conflict, DiskFailing, NoSpace
 from kvstore.radix.journal import Journal
-from kvstore.store.recipes import Recipes
+from kvstore.store.recipes.recipes import Recipes
 from kvstore.store.settings import NamespaceSettings
 from kvstore.store.space import Space
 from kvstore.store.spaces import Spaces
+from kvstore.store.ssd.upkeep import give_back
+from kvstore.store.ssd.writeback import Writeback
 from kvstore.store.trash import Trash
-from kvstore.store.upkeep import give_back
 from kvstore.store.waits import finish_despite_cancel
-from kvstore.store.writeback import Writeback
 
 _SETTINGS = ("name", "recipes", "retention_s", "ttl_s", "rebuild", "lossy")
 """Of a namespace, besides what its identity is made of."""

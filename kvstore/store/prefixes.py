@@ -12,15 +12,15 @@ from kvstore.radix.pages import ANONYMOUS, GHOST, RECIPE
 from kvstore.radix.tree import Extras
 from kvstore.radix.values import Path
 from kvstore.store.abandoning import abandon_line
-from kvstore.store.leases import Lease, Leases
-from kvstore.store.matching import each_prefix, known_path, usable_path
-from kvstore.store.reading import Reading
-from kvstore.store.recipes import Recipes
+from kvstore.store.dram.reading import Reading
+from kvstore.store.matching.leases import Lease, Leases
+from kvstore.store.matching.matching import each_prefix, known_path, usable_path
+from kvstore.store.recipes.recipes import Recipes
 from kvstore.store.removing import remove_alone
 from kvstore.store.session_ends import Line
 from kvstore.store.space import Space
+from kvstore.store.ssd.writeback import Writeback
 from kvstore.store.uses import Uses
-from kvstore.store.writeback import Writeback
 from kvstore.tiers.blobs import NO_SLOT
 
 _AT_ONCE = 4

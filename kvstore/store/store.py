@@ -19,45 +19,45 @@ from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import SliceLayout
 from kvstore.radix.tree import Extras
 from kvstore.radix.values import Path
+from kvstore.store.checking.scrub import Scrubber
 from kvstore.store.clock import Clock
-from kvstore.store.copies import Copies
-from kvstore.store.cut import Ask
+from kvstore.store.dram.copies import Copies
+from kvstore.store.dram.reading import Held, Reading
+from kvstore.store.dram.replacement import SSD, Replacement
+from kvstore.store.dram.residency import Residency
+from kvstore.store.dram.sharing import Sharing
+from kvstore.store.dram.spares import bytes_on_ssd
+from kvstore.store.dram.vacate import Vacator
 from kvstore.store.expiry import Expiry
 from kvstore.store.figures import Figures
 from kvstore.store.files import Files
-from kvstore.store.following import Following
-from kvstore.store.gaps import find_gap, rebuildable_keys
-from kvstore.store.leases import MAX_PIN_S, Lease, Leases
-from kvstore.store.matching import Match, Matching
+from kvstore.store.matching.cut import Ask
+from kvstore.store.matching.leases import MAX_PIN_S, Lease, Leases
+from kvstore.store.matching.matching import Match, Matching
+from kvstore.store.matching.rates import Rates
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.prefixes import Prefixes
-from kvstore.store.put_request import PutRequest, PutResult
-from kvstore.store.puts import Put
-from kvstore.store.putting import Puts
+from kvstore.store.puts.following import Following
+from kvstore.store.puts.put import Put
+from kvstore.store.puts.putting import Puts
+from kvstore.store.puts.request import PutRequest, PutResult
 from kvstore.store.quotas import Quotas, SsdBudget
-from kvstore.store.rates import Rates
-from kvstore.store.reading import Held, Reading
-from kvstore.store.rebuilding import Rebuilding
-from kvstore.store.recipes import Recipes
-from kvstore.store.recovery import Recovery
-from kvstore.store.replacement import SSD, Replacement
-from kvstore.store.residency import Residency
-from kvstore.store.scrub import Scrubber
+from kvstore.store.rebuilding.gaps import find_gap, rebuildable_keys
+from kvstore.store.rebuilding.rebuilding import Rebuilding
+from kvstore.store.recipes.recipes import Recipes
 from kvstore.store.session_ends import SessionEnds
 from kvstore.store.settings import NamespaceSettings
-from kvstore.store.sharing import Sharing
 from kvstore.store.space import Space
 from kvstore.store.spaces import Spaces
-from kvstore.store.spares import bytes_on_ssd
+from kvstore.store.ssd.recovery import Recovery
+from kvstore.store.ssd.upkeep import Orphans, flush
+from kvstore.store.ssd.writeback import Writeback
 from kvstore.store.stats import Stats
 from kvstore.store.store_config import StoreConfig
 from kvstore.store.tier_events import BothWatch, TierEvents
 from kvstore.store.trash import Trash
-from kvstore.store.upkeep import Orphans, flush
 from kvstore.store.uses import Defer, Uses
-from kvstore.store.vacate import Vacator
 from kvstore.store.why import Why, why
-from kvstore.store.writeback import Writeback
 from kvstore.threads import started_pool
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.policies.make import make_policies

@@ -7,8 +7,8 @@ import numpy as np
 from kvstore.columns import distinct
 from kvstore.radix.pages import DURABLE, GHOST, Slots
 from kvstore.radix.tree import Extras
-from kvstore.store.matching import known_path
-from kvstore.store.replacement import Replacement
+from kvstore.store.dram.replacement import Replacement
+from kvstore.store.matching.matching import known_path
 from kvstore.store.space import Space
 from kvstore.store.tier_events import whole_in_dram
 from kvstore.tiers.policies import Explanation

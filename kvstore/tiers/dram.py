@@ -1,7 +1,7 @@
 """The DRAM tier: memfd segments cut into slots of one size each (see segments.py).
 
 `Arena` is bookkeeping on the loop's thread. A segment holds one slot size and one tenant's bytes, and is given back once it
-is empty: at once if its room is wanted, or after a while. What is still in it can be moved first (see kvstore/store/vacate.py).
+is empty: at once if its room is wanted, or after a while. What is still in it can be moved first (see kvstore/store/dram/vacate.py).
 """
 
 from collections import Counter

@@ -8,7 +8,7 @@ import pytest
 from kvstore.api.wire import Run, pack, pack_runs
 from kvstore.api.wire.messages import FetchRequest
 from kvstore.errors import Corrupt
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from tests.api.test_streaming import CollectingPeer
 from tests.store.test_arriving import DATA, MIB, cold_page, damage, large_store, stopping_before
 

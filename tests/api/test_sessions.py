@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.api.sessions import Session
 from kvstore.errors import Busy
-from kvstore.store.rates import ClientLink, Rates
+from kvstore.store.matching.rates import ClientLink, Rates
 
 
 def test_the_fetches_of_a_client_are_bounded_in_bytes() -> None:

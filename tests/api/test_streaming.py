@@ -17,7 +17,7 @@ from kvstore.api.wire.frames import HEADER_BYTES, decode_header
 from kvstore.api.wire.messages import FetchRequest, Message
 from kvstore.errors import Corrupt
 from kvstore.store import Ack, Space, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.tiers.ssd import BlobFile
 from tests.store.test_store import PARTS, config, page_bytes, put, settings_named, tokens_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.store import Ack, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.tiers.ssd import BlobBatch
 from tests.store.test_store import PARTS, SPEC, config, put, settings_named
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.radix.journal import Journal
 from kvstore.store import Ack, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.tiers.ssd import BlobFile
 from kvstore_client import Client, ConnectionLost, DeadlineExceeded
 from tests.integration.pages import content, context, fetch_checked, open_namespace

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.store import Ack, Store
-from kvstore.store.check import check
-from kvstore.store.replacement import DRAM
+from kvstore.store.checking.check import check
+from kvstore.store.dram.replacement import DRAM
 from kvstore.tiers.policies import Pages
 from kvstore.tiers.policies.lru import LeafLRU
 from tests.store.test_store import config, put, settings_named, tokens_of

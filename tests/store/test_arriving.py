@@ -15,7 +15,7 @@ from kvstore.errors import Cancelled, Corrupt
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.lmdb_find import Place
 from kvstore.store import Ack, Held, NamespaceSettings, PutRequest, Space, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.tiers.extents import ExtentFile
 from tests.store.test_store import OWNER, config
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvstore.errors import Busy
 from kvstore.store import Ack, Store
-from kvstore.store.backlog import Backlog, WriteRequest
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
+from kvstore.store.ssd.backlog import Backlog, WriteRequest
 from kvstore.tiers.ssd import BlobBatch, BlobFile
 from tests.store.test_store import config, put, read, settings_named
 

@@ -13,10 +13,10 @@ from kvstore.digests import slice_digest
 from kvstore.errors import Busy, NotFound
 from kvstore.kvspec import SliceLayout
 from kvstore.store import Ack, Held, PutRequest, Space, Store
-from kvstore.store.check import check
-from kvstore.store.copies import verifies
-from kvstore.store.eviction import evict_ssd
-from kvstore.store.puts import Put
+from kvstore.store.checking.check import check
+from kvstore.store.dram.copies import verifies
+from kvstore.store.dram.eviction import evict_ssd
+from kvstore.store.puts.put import Put
 from kvstore.tiers.ssd import BlobBatch, BlobFile
 from tests.store.test_arriving import DATA, LARGE, MIB, PART, SLICES, cold_page, damage, large_store, put_large, stopping_before
 from tests.store.test_scrub import rows_of, spoil_dram, spoil_ssd
@@ -237,7 +237,7 @@ async def test_a_bad_copy_that_cant_be_written_anew_keeps_the_good_one_in_dram(t
             raise OSError(5, "Input/output error")
         commit(self, batch)
 
-    monkeypatch.setattr("kvstore.store.writeback._PROBE_S", 0.01)
+    monkeypatch.setattr("kvstore.store.ssd.writeback._PROBE_S", 0.01)
     async with large_store(tmp_path) as store:
         space, row = await cold_page(store)
         damage(tmp_path, 3)
@@ -290,7 +290,7 @@ async def test_the_scrubber_mends_nothing_from_a_copy_that_is_found_bad_meanwhil
         gate.wait(20)
         return good
 
-    monkeypatch.setattr("kvstore.store.scrub.verifies", gated)
+    monkeypatch.setattr("kvstore.store.checking.scrub.verifies", gated)
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named())
         await put(store, space, (1,), b"v" * 16, Ack.DURABLE)

@@ -11,9 +11,9 @@ from kvstore.hints import Hints, Turn
 from kvstore.lab.readers import ReadOptions, read_trace
 from kvstore.lab.trace import Trace
 from kvstore.store import Space, Store
-from kvstore.store.check import check
-from kvstore.store.eviction import dram_victims
-from kvstore.store.replacement import DRAM
+from kvstore.store.checking.check import check
+from kvstore.store.dram.eviction import dram_victims
+from kvstore.store.dram.replacement import DRAM
 from tests.store.test_sessions import turn
 from tests.store.test_store import Prefix, config, settings_named, tokens_of
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.kvspec import Component, KVSpec, PartRange
-from kvstore.store.pending import whole_components
+from kvstore.store.puts.pending import whole_components
 
 SPEC = KVSpec(4, (Component("full", 6, 4, 8), Component("full", 3, 1, 8)))
 

@@ -12,8 +12,8 @@ from kvstore.kvspec import Component, KVSpec
 from kvstore.prefill import Prefill
 from kvstore.radix.components import ComponentRules
 from kvstore.store import Ack, Store
-from kvstore.store.cut import Ask, best_cut, load_seconds, recompute_seconds
-from kvstore.store.rates import ClientLink, Meter, Rate, Rates
+from kvstore.store.matching.cut import Ask, best_cut, load_seconds, recompute_seconds
+from kvstore.store.matching.rates import ClientLink, Meter, Rate, Rates
 from tests.store.test_store import PAGE_TOKENS, PARTS, SPEC, config, put, settings_named, tokens_of
 
 HYBRID = KVSpec(4, (Component("full", 2, 1, 8), Component("window", 2, 1, 8, window=8), Component("state", 1, 1, 8)))
@@ -192,7 +192,7 @@ async def test_where_pages_are_decides_what_is_loaded(tmp_path: Path) -> None:
 
 
 async def test_pages_that_alternate_make_a_bounded_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.store.estimating.MAX_RUNS", 3)
+    monkeypatch.setattr("kvstore.store.matching.estimating.MAX_RUNS", 3)
     async with Store(config(tmp_path / "d", dram_bytes=60 * 5000)) as store:
         space = await store.create_namespace(settings_named())
         prefix = tuple(range(8))

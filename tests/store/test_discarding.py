@@ -10,7 +10,7 @@ import pytest
 from kvstore.errors import Busy, Conflict, NoSpace
 from kvstore.radix.pages import RECIPE
 from kvstore.store import Ack, Clock, NamespaceSettings, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.tiers.text import Aged
 from tests.store.test_recipes import keys_of, matched, rebuildable, recipes_of
 from tests.store.test_store import SPEC, Prefix, config, put, read, settings_named, tokens_of

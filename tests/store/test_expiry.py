@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.errors import BadRequest
 from kvstore.store import Ack, NamespaceSettings, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.store.clock import elapsed
 from kvstore.store.stats import Stats
 from kvstore.store.uses import Uses

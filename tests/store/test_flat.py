@@ -21,8 +21,8 @@ from kvstore.errors import BadDigest, BadRequest, Busy, Conflict, NoSpace, NotFo
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.radix.check import check as check_tree
 from kvstore.store import Ack, NamespaceSettings, Put, PutRequest, PutResult, Space, Store
-from kvstore.store.check import check
-from kvstore.store.put_pages import MAX_FLAT_PAGES
+from kvstore.store.checking.check import check
+from kvstore.store.puts.pages import MAX_FLAT_PAGES
 from kvstore.tiers.policies.make import NAMES
 from tests.store.test_shards import config
 

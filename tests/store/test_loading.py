@@ -13,7 +13,7 @@ from kvstore.errors import Busy, NotFound, UnknownNamespace
 from kvstore.radix import load_plan
 from kvstore.radix.journal import Journal, RecordBatch
 from kvstore.store import Ack, NamespaceSettings, Space, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from tests.store.test_store import SPEC, Prefix, config, put, read, settings_named, tokens_of
 
 CONTEXTS: list[Prefix] = [(i // 8, i, i + 1, i + 2) for i in range(40)]
@@ -167,7 +167,7 @@ async def test_a_load_that_dies_loses_nothing(data_dir: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patched:
         patched.setattr(load_plan, "plan_load", die)
-        patched.setattr("kvstore.store.recovery.plan_load", die, raising=False)
+        patched.setattr("kvstore.store.ssd.recovery.plan_load", die, raising=False)
         async with Store(config(data_dir, ssd_bytes=8 << 20, serve_while_loading=True)) as store:
             await store.died.wait()
             await asyncio.sleep(0.2)

@@ -9,8 +9,8 @@ import pytest
 from kvstore.digests import slice_digest
 from kvstore.errors import Cancelled, MissingParent, NoSpace, NotFound, UnknownNamespace
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
-from kvstore.store.check import check
-from kvstore.store.eviction import Unit, free_dram
+from kvstore.store.checking.check import check
+from kvstore.store.dram.eviction import Unit, free_dram
 from tests.store.test_store import OWNER, PARTS, SPEC, Prefix, config, page_bytes, put, read, settings_named, tokens_of
 
 

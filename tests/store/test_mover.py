@@ -13,7 +13,7 @@ from kvstore.digests import slice_digest
 from kvstore.errors import Busy, NoSpace
 from kvstore.kvspec import Component, KVSpec, PartRange, SliceLayout
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.watermarks import Watermarks

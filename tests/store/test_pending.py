@@ -12,7 +12,7 @@ from kvstore.digests import slice_digest
 from kvstore.errors import BadRequest, Busy, MissingParent, NoSpace
 from kvstore.kvspec import PartRange
 from kvstore.store import Ack, PutRequest, PutResult, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from tests.store.test_shards import (
     SETTINGS,
     SPEC,

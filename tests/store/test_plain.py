@@ -12,8 +12,8 @@ from kvstore.errors import NoSpace
 from kvstore.radix.tree import RadixTree
 from kvstore.radix.values import NewPages
 from kvstore.store import Ack, PutRequest, Space, Store
-from kvstore.store.check import check
-from kvstore.store.puts import Put
+from kvstore.store.checking.check import check
+from kvstore.store.puts.put import Put
 from tests.radix.test_tree import PAGE_TOKENS, RANGES, ROOT_KEY, encode, keys_of
 from tests.store.test_store import OWNER, PARTS, SPEC, Prefix, config, page_bytes, put, settings_named, tokens_of
 

@@ -7,8 +7,8 @@ import pytest
 
 from kvstore.radix.pages import Slots
 from kvstore.store import Ack, Space, Store
-from kvstore.store.check import check
-from kvstore.store.replacement import DRAM
+from kvstore.store.checking.check import check
+from kvstore.store.dram.replacement import DRAM
 from kvstore.store.uses import Asked, Use
 from kvstore.tiers.policies import ARC, S3FIFO
 from tests.store.test_store import OWNER, Prefix, config, put, read, settings_named, tokens_of

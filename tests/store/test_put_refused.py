@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.errors import Busy, KVStoreError, UnknownNamespace
 from kvstore.store import Ack, PutRequest, Space, Store
-from kvstore.store.check import check
-from kvstore.store.puts import Put
+from kvstore.store.checking.check import check
+from kvstore.store.puts.put import Put
 from tests.store.test_store import OWNER, PARTS, Prefix, config, settings_named, tokens_of
 
 NAME = 77

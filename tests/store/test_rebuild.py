@@ -3,8 +3,8 @@
 import pytest
 
 from kvstore.errors import Busy, NotFound, RebuildFailed
-from kvstore.store import rebuild
-from kvstore.store.rebuild import LINGER_S, MAX_ATTEMPTS, MAX_JOB_PAGES, Job, RebuildQueue
+from kvstore.store.rebuilding import jobs as rebuild
+from kvstore.store.rebuilding.jobs import LINGER_S, MAX_ATTEMPTS, MAX_JOB_PAGES, Job, RebuildQueue
 
 ROOT = b"root".ljust(32)
 

@@ -13,10 +13,12 @@ from kvstore.digests import slice_digest
 from kvstore.drift import Drift
 from kvstore.errors import BadRequest, Busy, Cancelled, Conflict, NotFound, RebuildFailed, UnknownNamespace
 from kvstore.prefill import Prefill
-from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store, rebuild_work, rebuilding
-from kvstore.store.check import check
-from kvstore.store.puts import Put
-from kvstore.store.rebuild_work import Work
+from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
+from kvstore.store.checking.check import check
+from kvstore.store.puts.put import Put
+from kvstore.store.rebuilding import rebuilding
+from kvstore.store.rebuilding import work as rebuild_work
+from kvstore.store.rebuilding.work import Work
 from kvstore.tiers.recipe import Recipe
 from tests.store.test_store import PARTS, SPEC, Prefix, config, put, read, settings_named, tokens_of
 

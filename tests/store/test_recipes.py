@@ -15,11 +15,11 @@ from kvstore.kvspec import PartRange
 from kvstore.lmdb_walk import LEAF, NODE, page_flags, page_nodes
 from kvstore.radix.pages import RECIPE
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
-from kvstore.store.check import check, check_recipes_there
-from kvstore.store.check_running import check_running
-from kvstore.store.check_stopped import check_stopped
-from kvstore.store.puts import Put
-from kvstore.store.verify import CheckReport
+from kvstore.store.checking.check import check, check_recipes_there
+from kvstore.store.checking.running import check_running
+from kvstore.store.checking.stopped import check_stopped
+from kvstore.store.checking.verify import CheckReport
+from kvstore.store.puts.put import Put
 from kvstore.tiers.recipe import Recipe, RecipeKind
 from kvstore.tiers.text import RecipeBatch
 from tests.apart import apart

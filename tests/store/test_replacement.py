@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvstore.errors import Busy, NoSpace
-from kvstore.store import Ack, NamespaceSettings, Space, Store, StoreConfig, untold
-from kvstore.store.check import check
+from kvstore.store import Ack, NamespaceSettings, Space, Store, StoreConfig
+from kvstore.store.checking.check import check
+from kvstore.store.dram import untold
 from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.watermarks import Watermarks
 from tests.store.test_shards import SPEC as HYBRID

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.kvspec import SliceLayout
-from kvstore.store import Ack, Space, Store, scrub
-from kvstore.store.check import check
+from kvstore.store import Ack, Space, Store
+from kvstore.store.checking import scrub
+from kvstore.store.checking.check import check
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.ssd import BlobBatch, BlobFile
 from tests.store.test_store import config, put, read, settings_named, tokens_of

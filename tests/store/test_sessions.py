@@ -10,9 +10,9 @@ from kvstore.errors import BadRequest
 from kvstore.hints import NO_HINTS, Ended, Hints, Turn
 from kvstore.radix.pages import Slots
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
-from kvstore.store.check import check
-from kvstore.store.eviction import dram_victims
-from kvstore.store.replacement import DRAM
+from kvstore.store.checking.check import check
+from kvstore.store.dram.eviction import dram_victims
+from kvstore.store.dram.replacement import DRAM
 from kvstore.store.session_ends import Line, SessionEnds
 from kvstore.store.uses import Asked, Use
 from tests.store.test_store import OWNER, PARTS, SPEC, Prefix, config, put, settings_named, tokens_of

@@ -24,7 +24,7 @@ from kvstore.errors import BadRequest, Busy, Conflict, MissingParent, NoSpace
 from kvstore.hints import Hints, Turn
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, Match, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.store.expiry import Expiry
 from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.watermarks import Watermarks

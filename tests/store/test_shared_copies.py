@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.kvspec import SliceLayout
 from kvstore.store import Ack, Held, NamespaceSettings, Space, Store
-from kvstore.store.check import check
-from kvstore.store.copies import verifies
+from kvstore.store.checking.check import check
+from kvstore.store.dram.copies import verifies
 from tests.store.test_arriving import DATA, LARGE, cold_page, large_store, put_large
 
 
@@ -111,7 +111,7 @@ async def test_the_scrubber_discards_what_it_has_seen_and_no_other(tmp_path: Pat
         gate.wait(20)
         return good
 
-    monkeypatch.setattr("kvstore.store.scrub.verifies", gated)
+    monkeypatch.setattr("kvstore.store.checking.scrub.verifies", gated)
     async with large_store(tmp_path) as store:
         space, row, held = await _warm_page(store)
         held.view[7] ^= 1

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvstore.errors import Busy
-from kvstore.store.sharing import SharedSegment, Sharing
+from kvstore.store.dram.sharing import SharedSegment, Sharing
 from kvstore.store.stats import Stats
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.segments import close_segments, make_segment

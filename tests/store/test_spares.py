@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import Busy
 from kvstore.store import Ack, NamespaceSettings, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.segments import Room, SlotClass
 from tests.store.test_arriving import LARGE, MIB, put_large
@@ -102,7 +102,7 @@ async def test_a_machine_without_memory_is_asked_again_by_who_needs_it(tmp_path:
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.store.residency.make_segment", refuse)
+        patch.setattr("kvstore.store.dram.residency.make_segment", refuse)
         async with with_ahead(tmp_path) as store:
             await store.settle()
             assert store.figures.dram_segments.reserved == 0
@@ -125,7 +125,7 @@ async def test_a_stop_waits_for_the_segment_that_is_being_made(tmp_path: Path) -
 
 
 async def test_spares_are_kept_while_idle_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.store.residency._IDLE_S", 0.02)
+    monkeypatch.setattr("kvstore.store.dram.residency._IDLE_S", 0.02)
     async with with_ahead(tmp_path) as store:
         space = await store.create_namespace(settings_named())
         for number in range(200):

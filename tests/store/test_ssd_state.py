@@ -7,7 +7,7 @@ import lmdb
 import pytest
 
 from kvstore.errors import DiskFailing, NoSpace
-from kvstore.store.ssd_state import FAILING, FULL, SsdState
+from kvstore.store.ssd.state import FAILING, FULL, SsdState
 
 
 def test_a_file_without_room_is_told_in_our_words() -> None:

@@ -19,9 +19,9 @@ from kvstore.errors import BadRequest, Busy, Conflict, MissingParent, NoSpace, U
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, NamespaceSettings, PutRequest, PutResult, Space, Store, StoreConfig
-from kvstore.store.check import check
-from kvstore.store.check_running import check_running
-from kvstore.store.verify import CheckProgress, CheckReport
+from kvstore.store.checking.check import check
+from kvstore.store.checking.running import check_running
+from kvstore.store.checking.verify import CheckProgress, CheckReport
 from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.watermarks import Watermarks
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.errors import Busy, NotFound, UnknownNamespace
 from kvstore.store import NamespaceSettings, Store
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from tests.store.test_store import SPEC, config, put, tokens_of
 
 

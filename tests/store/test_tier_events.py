@@ -12,7 +12,7 @@ from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key_chain
 from kvstore.errors import KVStoreError
 from kvstore.radix.pages import DURABLE
 from kvstore.store import Ack, Space, Store, tier_events
-from kvstore.store.check import check
+from kvstore.store.checking.check import check
 from kvstore.store.tier_events import DRAM, SSD, Changes, whole_in_dram
 from tests.store import test_store
 from tests.store.test_store import PAGE_TOKENS, Prefix, config, page_bytes, put, read, settings_named, tokens_of

@@ -8,9 +8,10 @@ import pytest
 
 from kvstore.digests import slice_digest
 from kvstore.kvspec import Component, KVSpec
-from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store, untold
-from kvstore.store.check import check
-from kvstore.store.replacement import DRAM, SSD, Replacement
+from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
+from kvstore.store.checking.check import check
+from kvstore.store.dram import untold
+from kvstore.store.dram.replacement import DRAM, SSD, Replacement
 from kvstore.tiers.policies import Columns, Values
 from kvstore.tiers.policies import Use as PolicyUse
 from tests.store.test_store import OWNER, SPEC, Prefix, config, put, settings_named, tokens_of

@@ -10,8 +10,8 @@ import pytest
 from kvstore.digests import slice_digest
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store, StoreConfig
-from kvstore.store.check import check
-from kvstore.store.vacate import Vacator
+from kvstore.store.checking.check import check
+from kvstore.store.dram.vacate import Vacator
 from kvstore.tiers.watermarks import Watermarks
 
 OWNER = 1
@@ -222,7 +222,7 @@ async def test_a_stop_during_the_move_waits_for_it(tmp_path: Path) -> None:
 
 
 async def test_empty_segments_go_back_to_the_system_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.store.residency._IDLE_S", 0.02)
+    monkeypatch.setattr("kvstore.store.dram.residency._IDLE_S", 0.02)
     async with Store(config(tmp_path / "d")) as store:
         await with_holes(store, keep=0.0)
         while store.figures.dram_segments.reserved > 10_000:

@@ -10,10 +10,10 @@ import pytest
 
 from kvstore.errors import Cancelled, DataDirError, NotFound
 from kvstore.store import Ack, NamespaceSettings, Space, Store
-from kvstore.store.check_running import check_running
-from kvstore.store.check_stopped import check_stopped
+from kvstore.store.checking.running import check_running
+from kvstore.store.checking.stopped import check_stopped
+from kvstore.store.checking.verify import CheckProgress, CheckReport
 from kvstore.store.datadir import DataDir, DataDirInUse
-from kvstore.store.verify import CheckProgress, CheckReport
 from tests.store.test_store import PARTS, SPEC, Prefix, config, put, read, settings_named, tokens_of
 
 CONTEXTS: list[Prefix] = [(1, 2, 3), (1, 2, 4), (5, 6, 7)]

@@ -14,8 +14,8 @@ from kvstore.api.models import CheckLine, CheckProblemLine, CheckProgressLine, C
 from kvstore.api.operations import ALWAYS, NDJSON, Parameter, Reply, Route
 from kvstore.api.problems import request_id
 from kvstore.errors import BadRequest, Conflict, KVStoreError
-from kvstore.store.check_running import check_running
-from kvstore.store.verify import CheckProgress, CheckReport
+from kvstore.store.checking.running import check_running
+from kvstore.store.checking.verify import CheckProgress, CheckReport
 
 _log = logging.getLogger("kvstore.http")
 

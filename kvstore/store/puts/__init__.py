@@ -1,0 +1,1 @@
+"""Puts: how pages come in."""

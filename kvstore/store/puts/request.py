@@ -1,0 +1,67 @@
+"""What a put says about itself, whether that can be, and how it ended."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvstore.errors import BadRequest
+from kvstore.hints import NO_HINTS, Hints
+from kvstore.kvspec import KVSpec, PartRange
+from kvstore.radix.tree import Extras
+from kvstore.store.puts.pending import overlap
+
+
+class Ack(Enum):
+    """When a put is acknowledged: once its pages can be read, or once they would survive a power cut."""
+
+    MEMORY = "memory"
+    DURABLE = "durable"
+
+
+@dataclass(frozen=True, slots=True)
+class PutRequest:
+    """What a put says about itself. `tokens` (uint32 bytes) are the prefix, or what follows the lease it builds on.
+
+    Pages from `first_page` (counted from the root) on are put, each as parts of the given `ranges`; `spans` are the pages
+    [first, last) that carry each part, all pages of the put if empty.
+    """
+
+    put_id: bytes
+    tokens: bytes
+    extras: Extras
+    first_page: int
+    ranges: tuple[PartRange, ...]
+    ack: Ack
+    spans: tuple[tuple[int, int], ...] = ()
+    hints: Hints = NO_HINTS
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """How a put ended: pages in its range that are new, that had a version already (`exists`), and that still lack other shards.
+
+    In a flat namespace `existing` says which had one, as half-open runs.
+    """
+
+    new_pages: int
+    existing_pages: int
+    pending_pages: int = 0
+    existing: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+
+
+def check_parts(spec: KVSpec, request: PutRequest, total_pages: int) -> None:
+    """Raise BadRequest unless the parts of a put lie inside the spec, and no two of one page overlap."""
+    ranges, spans = request.ranges, request.spans
+    if not 1 <= len(ranges) <= 256:
+        raise BadRequest(f"a page has 1 to 256 parts, not {len(ranges)}")
+    if spans and len(spans) != len(ranges):
+        raise BadRequest(f"{len(spans)} page spans for {len(ranges)} parts")
+    for first, last in spans:
+        if not request.first_page <= first < last <= total_pages:
+            raise BadRequest(f"a part on the pages [{first}, {last}) of a put of the pages [{request.first_page}, {total_pages})")
+    for number, part in enumerate(ranges):
+        spec.check_range(part)
+        for other in range(number):
+            if overlap(part, ranges[other]) and (
+                not spans or max(spans[number][0], spans[other][0]) < min(spans[number][1], spans[other][1])
+            ):
+                raise BadRequest(f"two parts of component {part.component} overlap")
