@@ -200,6 +200,7 @@ class Config(BaseModel):
             durable_wait_s=self.durable_wait,
             scrub_bytes_s=self.scrub_rate,
             serve_while_loading=True,
+            note_faults=True,
             quotas=self.quotas(),
             events=bool(self.events),
             event_tokens=self.events_tokens,

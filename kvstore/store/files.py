@@ -1,8 +1,10 @@
 """The files of a store: the data directory, and in it the journal, the blobs and the recipes, opened and closed together."""
 
+import inspect
 import logging
 from collections.abc import Callable
 
+from kvstore.fault_note import FaultNote
 from kvstore.lmdb_files import DATA_FILE, mark_damaged
 from kvstore.radix.journal import Journal
 from kvstore.store.datadir import DataDir
@@ -11,6 +13,8 @@ from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.text import RecipeFile
 
 _log = logging.getLogger("kvstore.store")
+
+_FAULT = "fault"
 
 _DEATHS = 2
 """LMDB itself can end the process at a damaged page; but one kill in the middle of loading is no damage."""
@@ -21,7 +25,11 @@ class Files:
 
     def __init__(self, config: StoreConfig, not_before: Callable[[float], None]) -> None:
         self.dir = DataDir(config.data_dir)
+        self._note = FaultNote(self.dir.path / _FAULT)
         try:
+            self._mark_what_was_died_of()
+            if config.note_faults:
+                self._note.arm()
             if (journal := self.dir.journal / DATA_FILE).exists():  # until its records say it better
                 not_before(journal.stat().st_mtime)
             if self.dir.begin_loading() >= _DEATHS:
@@ -43,9 +51,24 @@ class Files:
                 usage.capacity,
             )
 
+    def _mark_what_was_died_of(self) -> None:
+        """Have the file salvaged at whose page the last run was ended by LMDB. It would be at each start, or whenever it is read."""
+        if (fault := self._note.take()) is None:
+            return
+        _log.error("the last run was ended by a fault: %s", fault)
+        paths = {
+            inspect.getfile(Journal): self.dir.journal,
+            inspect.getfile(BlobFile): self.dir.blobs,
+            inspect.getfile(RecipeFile): self.dir.recipes,
+        }
+        if (module := fault.innermost_of(list(paths))) is not None and paths[module].exists():
+            _log.error("that was at a page of %s: it is salvaged", paths[module])
+            mark_damaged(paths[module])
+
     def give_up(self) -> None:
         """The store can't start, and says why: that is not the death that the note about loading is for."""
         self.dir.end_loading()
+        self._note.disarm()
         self.dir.close()
 
     def close(self) -> None:
@@ -53,3 +76,4 @@ class Files:
         self.dir.end_loading()
         self.journal.close()
         self.blobs.close()
+        self._note.disarm()

@@ -50,6 +50,8 @@ class StoreConfig:
     journal_bytes: int = 16 << 30
     serve_while_loading: bool = False
     """Open before all pages are back from the journal; `Store.loading` says how far it is."""
+    note_faults: bool = False
+    """Whether the process is this store's alone: a fault that ends it is noted, and the next start salvages the file that it was met in."""
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     events: bool = False
     """Whether somebody is to take from `Store.tier_events`."""

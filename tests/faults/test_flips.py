@@ -1,8 +1,9 @@
-"""Flipped bits in both LMDB files of a stopped daemon: it starts, serves no wrong byte, and goes on. `make flips`: 300 trials."""
+"""Flipped bits in the three LMDB files of a stopped daemon: it starts, serves no wrong byte, and goes on. `make flips`: 300 trials."""
 
+import contextlib
 import os
 import shutil
-import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,24 @@ from kvstore.errors import DiskFailing
 from kvstore_client import Client, ConnectionLost, NoSpace, NotFound
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.apart import DEADLY
 from tests.faults.baseline import unexpected
-from tests.integration.pages import content, context, fetch_checked, open_namespace
+from tests.integration.pages import SPEC, Tokens, content, context, fetch_checked
 
 TRIALS = int(os.environ.get("KVSTORE_TEST_FLIPS", "3"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "11"))
 SIZES = ("--dram", "4MiB", "--ssd", "64MiB")
 CONTEXTS = range(0, 300, 10)
-_FILES = (("journal",), ("blobs",), ("journal", "blobs"))
+DROPPED = range(300, 400, 10)
+"""Contexts of which only the recipes are there."""
+PAGES, RECIPES = 4 * len(CONTEXTS), 4 * len(DROPPED)
+_ALL = ("journal", "blobs", "recipes")
+_FILES = (("journal", "recipes"), ("blobs",), _ALL, ("recipes",), ("journal",))
 _META_BYTES = 2 * 4096
-_DEADLY = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
+
+
+def with_recipes(client: Client) -> Namespace:
+    return client.namespace("pages", "rev-1", SPEC, recipes=True)
 
 
 def flip(file: Path, rng: np.random.Generator) -> None:
@@ -44,9 +53,22 @@ def pages_left(namespace: Namespace, seed: int) -> int:
     raise AssertionError("a lost blob is found again and again")
 
 
-def read_all(data_dir: Path, fresh: int, *, may_refuse: bool) -> int:
-    """Start a daemon, read everything, put something new, stop it cleanly. Returns the pages found."""
-    for start in (1, 2, 3):
+def recipes_left(namespace: Namespace, tokens: Tokens) -> int:
+    """Pages of a context that can be computed again. A read that meets damage has the file mended, and fails until then."""
+    for _ in range(100):
+        with contextlib.suppress(DiskFailing):
+            look = namespace.match(tokens, lease_s=0, rebuildable=True)
+            return look.pages + look.rebuildable_pages
+        time.sleep(0.05)
+    raise AssertionError("damaged recipes are not mended")
+
+
+def read_all(data_dir: Path, fresh: int, *, may_refuse: bool, deaths: int) -> tuple[int, int]:
+    """Start a daemon, read everything, put something new, stop it cleanly. Returns the pages found, and recipes of pages that are gone.
+
+    LMDB itself may end it at a damaged page of each file, of which the next start salvages that one: so many `deaths`.
+    """
+    for start in range(deaths + 1):
         daemon = DaemonProcess(data_dir, *SIZES)
         try:
             with daemon:
@@ -55,49 +77,54 @@ def read_all(data_dir: Path, fresh: int, *, may_refuse: bool) -> int:
                 assert not (words := unexpected(daemon)), "\n".join(words)
                 return found
         except BaseException as error:
-            # LMDB itself can end the process at a damaged page; the third start after that salvages.
-            if isinstance(error, ConnectionLost) and may_refuse and start < 3 and daemon.wait_exit() in _DEADLY:
+            if isinstance(error, ConnectionLost) and start < deaths and daemon.wait_exit() in DEADLY:
                 continue
             print("\n".join(list(daemon.lines)[-30:]))
             raise
     raise AssertionError("unreachable")
 
 
-def _read_and_put(daemon: DaemonProcess, fresh: int, *, may_refuse: bool) -> int:
+def _read_and_put(daemon: DaemonProcess, fresh: int, *, may_refuse: bool) -> tuple[int, int]:
     with Client(daemon.endpoint) as client:
-        namespace = open_namespace(client)
+        namespace = with_recipes(client)
         found = sum(pages_left(namespace, seed) for seed in CONTEXTS)
+        gone = sum(recipes_left(namespace, context(seed)) for seed in DROPPED)
         try:
             namespace.put(context(fresh), content(context(fresh)), durable=True)
         except (NoSpace, DiskFailing):  # a file too damaged to be written is salvaged at the next start, and until then says so
             assert may_refuse, "what was salvaged refuses writes"
             namespace.put(context(fresh), content(context(fresh)))
         assert fetch_checked(namespace, context(fresh)) == 4, "the daemon does not go on"
-        return found
+        if not may_refuse:
+            namespace.drop_to_text(context(fresh), from_page=1)
+            assert recipes_left(namespace, context(fresh)) == 4, "no new recipes are found"
+        return found, gone
 
 
 @pytest.mark.timeout(3600 if TRIALS > 20 else 300)
 def test_flipped_bits(data_dir: Path, tmp_path: Path) -> None:
     with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
-        namespace = open_namespace(client)
-        for seed in CONTEXTS:
+        namespace = with_recipes(client)
+        for seed in (*CONTEXTS, *DROPPED):
             namespace.put(context(seed), content(context(seed)), durable=True)
+        assert sum(namespace.drop_to_text(context(seed), from_page=0) for seed in DROPPED) == 4 * len(DROPPED)
     found, again = [], []
     for trial in range(TRIALS):
-        rng, copy = np.random.default_rng([SEED, trial]), tmp_path / "copy"
+        rng, copy, names = np.random.default_rng([SEED, trial]), tmp_path / "copy", _FILES[trial % len(_FILES)]
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(data_dir, copy)
-        for name in _FILES[trial % len(_FILES)]:
+        for name in names:
             flip(copy / name / "data.mdb", rng)
         try:
-            found.append(read_all(copy, 5000, may_refuse=True))
-            if trial % len(_FILES) == len(_FILES) - 1:
-                again.append(read_all(copy, 5010, may_refuse=False))
+            found.append(read_all(copy, 5000, may_refuse=True, deaths=len(names)))
+            if names == _ALL:
+                again.append(read_all(copy, 5010, may_refuse=False, deaths=0))
         except BaseException:
-            print(f"trial {trial} of seed {SEED} ({' and '.join(_FILES[trial % len(_FILES)])})")
+            print(f"trial {trial} of seed {SEED} ({' and '.join(names)})")
             raise
     print(
-        f"{TRIALS} trials, pages found {min(found)} to {max(found)} of {4 * len(CONTEXTS)}, at the next start {min(again)} to {max(again)}"
+        f"{TRIALS} trials; (pages, recipes) of ({PAGES}, {RECIPES}): {min(found)} to {max(found)}; next start: {min(again)} to {max(again)}"
     )
-    assert min(found) < 4 * len(CONTEXTS), "no flip hit anything: this test shows nothing"
-    assert max(found) > 0
+    assert min(pages for pages, _ in found) < PAGES, "no flip hit a page: this test shows nothing"
+    assert TRIALS < 20 or min(recipes for _, recipes in found) < RECIPES, "no flip hit a recipe: this test shows nothing"
+    assert max(found) > (0, 0)
