@@ -211,6 +211,9 @@ def salvage(path: Path, map_bytes: int) -> int:
             with target.begin(write=True) as writer:
                 for key, value in some:
                     saved += writer.put(key, value, overwrite=False) if len(key) <= target.max_key_size() else 0
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)  # who tries again may need its room
+        raise
     finally:
         target.close()
     _set_aside(path)

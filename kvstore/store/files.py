@@ -4,8 +4,11 @@ import inspect
 import logging
 from collections.abc import Callable
 
+import lmdb
+
+from kvstore.errors import DataDirError
 from kvstore.fault_note import FaultNote
-from kvstore.lmdb_files import DATA_FILE, mark_damaged
+from kvstore.lmdb_files import DATA_FILE, is_marked, mark_damaged
 from kvstore.radix.journal import Journal
 from kvstore.store.datadir import DataDir
 from kvstore.store.store_config import StoreConfig
@@ -40,8 +43,10 @@ class Files:
             self.journal = Journal(self.dir.journal, config.journal_bytes)
             self.blobs = BlobFile(self.dir.blobs, config.ssd_bytes, config.extent_bytes)
             self.recipes = RecipeFile(self.dir.recipes, config.recipe_bytes)
-        except BaseException:
+        except BaseException as error:
             self.give_up()
+            if isinstance(error, lmdb.Error | OSError):
+                raise DataDirError(self._why(error)) from error
             raise
         usage = self.blobs.usage()
         if usage.used > usage.capacity:
@@ -64,6 +69,16 @@ class Files:
         if (module := fault.innermost_of(list(paths))) is not None and paths[module].exists():
             _log.error("that was at a page of %s: it is salvaged", paths[module])
             mark_damaged(paths[module])
+
+    def _why(self, error: lmdb.Error | OSError) -> str:
+        for path in (self.dir.journal, self.dir.blobs, self.dir.recipes):
+            if is_marked(path) and (path / DATA_FILE).exists():
+                size = (path / DATA_FILE).stat().st_size
+                return (
+                    f"{path} is damaged, and what can be read of it can't be copied to a fresh file beside it ({error}): "
+                    f"see that there is room for its {size} bytes again, or move it away and start without it"
+                )
+        return f"the files in {self.dir.path} can't be opened: {error}"
 
     def give_up(self) -> None:
         """The store can't start, and says why: that is not the death that the note about loading is for."""

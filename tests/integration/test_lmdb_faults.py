@@ -7,6 +7,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from kvstore.lmdb_files import mark_damaged
 from kvstore.lmdb_walk import LEAF, NODE, page_flags, page_nodes
 from kvstore_client import Client, NotFound
 from kvstore_client.blocking import Namespace
@@ -97,3 +98,16 @@ def test_a_run_that_was_killed_salvages_nothing(data_dir: Path) -> None:
                 daemon.send_signal(number)
                 assert daemon.wait_exit() == -number
     assert any("the last run was ended by a fault: Segmentation fault in" in line for line in daemon.lines)
+
+
+def test_a_damaged_file_without_room_for_its_copy_is_named_and_kept(data_dir: Path) -> None:
+    fill(data_dir)
+    mark_damaged(data_dir / "blobs")
+    size = (data_dir / "blobs" / "data.mdb").stat().st_size
+    daemon = DaemonProcess(data_dir, *SIZES, within=("prlimit", f"--fsize={size // 4}"))
+    assert daemon.wait_exit() == 2
+    assert str(data_dir / "blobs") in daemon.lines[-1]
+    assert f"{size} bytes" in daemon.lines[-1]
+    assert not (data_dir / "blobs.salvaged").exists(), "it takes up the room that is lacking"
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        assert [fetch_checked(with_recipes(client), context(seed)) for seed in SEEDS] == [4] * len(SEEDS)
