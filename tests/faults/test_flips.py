@@ -84,6 +84,14 @@ def read_all(data_dir: Path, fresh: int, *, may_refuse: bool, deaths: int) -> tu
     raise AssertionError("unreachable")
 
 
+def read_again(data_dir: Path) -> tuple[int, int]:
+    """What was damaged is salvaged, but for a page that only a delete comes to: met now, it is salvaged at the next start."""
+    try:
+        return read_all(data_dir, 5010, may_refuse=False, deaths=0)
+    except DiskFailing:
+        return read_all(data_dir, 5020, may_refuse=False, deaths=0)
+
+
 def _read_and_put(daemon: DaemonProcess, fresh: int, *, may_refuse: bool) -> tuple[int, int]:
     with Client(daemon.endpoint) as client:
         namespace = with_recipes(client)
@@ -118,7 +126,7 @@ def test_flipped_bits(data_dir: Path, tmp_path: Path) -> None:
         try:
             found.append(read_all(copy, 5000, may_refuse=True, deaths=len(names)))
             if names == _ALL:
-                again.append(read_all(copy, 5010, may_refuse=False, deaths=0))
+                again.append(read_again(copy))
         except BaseException:
             print(f"trial {trial} of seed {SEED} ({' and '.join(names)})")
             raise
