@@ -17,6 +17,8 @@ _ROOM_BYTES = 32 << 10
 """Taken beforehand, so that a full disk can hold it; a stack has at most a hundred lines."""
 _ERROR = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
+_SAID = 8
+"""Frames that the log gets."""
 _TAIL = 3
 """So many parts of a module's path tell it: faulthandler escapes and cuts the rest."""
 
@@ -36,7 +38,7 @@ class Fault:
         return next((tails[_tail(file)] for file, _ in self.frames if _tail(file) in tails), None)
 
     def __str__(self) -> str:
-        places = " < ".join(f"{_tail(file)}:{line}" for file, line in self.frames)
+        places = " < ".join(f"{_tail(file)}:{line}" for file, line in self.frames[:_SAID])
         return f"{self.error} in {places or 'a thread without Python'}"
 
 
@@ -57,8 +59,13 @@ class FaultNote:
             return None
         return Fault(error[1], tuple((file, int(line)) for file, line in _FRAME.findall(text)))
 
+    def forget(self) -> None:
+        """Remove what the last process left, once that was taken care of."""
+        with contextlib.suppress(OSError):
+            self._file.unlink(missing_ok=True)
+
     def arm(self) -> None:
-        """Forget what was left, and have a fault of this process noted from now on. The process has one such note."""
+        """Have a fault of this process noted from now on, in place of what was left. A process has one such note."""
         with contextlib.suppress(OSError):
             self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(OSError):
@@ -71,8 +78,7 @@ class FaultNote:
             faulthandler.disable()
             os.close(self._fd)
             self._fd = -1
-            with contextlib.suppress(OSError):
-                self._file.unlink(missing_ok=True)
+            self.forget()
 
 
 def _tail(file: str) -> str:

@@ -69,6 +69,7 @@ class Files:
         if (module := fault.innermost_of(list(paths))) is not None and paths[module].exists():
             _log.error("that was at a page of %s: it is salvaged", paths[module])
             mark_damaged(paths[module])
+        self._note.forget()
 
     def _why(self, error: lmdb.Error | OSError) -> str:
         for path in (self.dir.journal, self.dir.blobs, self.dir.recipes):
