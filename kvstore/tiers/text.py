@@ -80,6 +80,7 @@ class RecipeFile:
         self.capacity = capacity
         self._map_bytes = 3 * capacity + (64 << 20)
         self._gate = Gate()
+        before = _folder(path)
         self._env = open_readonly(path) if readonly else open_environment(path, self._map_bytes, max_spare_txns=4)
         self.holdings: dict[int, Holding] = {}
         """By namespace number. Changed by the one thread that writes."""
@@ -88,7 +89,10 @@ class RecipeFile:
         try:
             self.sound = self._read_counts()
             if not self.sound and not readonly:
-                self.recount()
+                if _folder(path) == before:
+                    self.salvage()  # what is missing is damage, and to read on might end the process
+                else:
+                    self.recount()
         except STRUCTURAL:
             if readonly:
                 raise
@@ -314,6 +318,11 @@ class RecipeFile:
         self.holdings = found
         entries: int = self._env.stat()["entries"]
         return entries == sum(_ENTRIES * holding.recipes + 1 for holding in found.values()) + probe
+
+
+def _folder(path: Path) -> int:
+    """Tells a folder from the one that a salvage puts in its place."""
+    return path.stat().st_ino if path.exists() else 0
 
 
 def _stamp_of(value: bytes) -> int:

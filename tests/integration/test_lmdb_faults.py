@@ -8,15 +8,18 @@ import lmdb
 import pytest
 
 from kvstore.lmdb_files import mark_damaged
-from kvstore.lmdb_walk import LEAF, NODE, page_flags, page_nodes
+from kvstore.lmdb_walk import LEAF, NODE, Walk, page_flags, page_nodes
 from kvstore_client import Client, NotFound
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.apart import DEADLY
 from tests.integration.pages import SPEC, content, context, fetch_checked
+from tests.store.test_verify import edit
 
 SIZES = ("--dram", "4MiB", "--ssd", "16MiB")
 SEEDS = range(0, 50, 10)
+MORE = range(0, 150, 10)
+"""Their recipes are in several leaf pages."""
 PAGES = 4 * len(SEEDS)
 
 
@@ -24,9 +27,9 @@ def with_recipes(client: Client) -> Namespace:
     return client.namespace("pages", "rev-1", SPEC, recipes=True)
 
 
-def fill(data_dir: Path) -> None:
+def fill(data_dir: Path, seeds: range = SEEDS) -> None:
     with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
-        for seed in SEEDS:
+        for seed in seeds:
             with_recipes(client).put(context(seed), content(context(seed)), durable=True)
 
 
@@ -48,13 +51,13 @@ def move_leaves_to_the_end(folder: Path) -> None:
                 txn.delete(b"\0")
 
 
-def point_behind_the_end(file: Path, first: bytes) -> None:
-    """Let the leaf pages whose first key begins so say that their entries are 64 KiB on, where the file is over."""
+def point_behind_the_end(file: Path, first: bytes, but: bytes = b"") -> None:
+    """Let the leaf pages whose first key begins so, but that of one key, say that their entries are 64 KiB on, where the file is over."""
     raw, moved = bytearray(file.read_bytes()), 0
     for at in range(2 * 4096, len(raw), 4096):
         page = bytes(raw[at : at + 4096])
         nodes = page_nodes(page, at // 4096) if page_flags(page) & LEAF else []
-        if nodes and page.startswith(first, nodes[0] + NODE.size) and at + 0xFF00 > len(raw):
+        if nodes and page.startswith(first, nodes[0] + NODE.size) and at + 0xFF00 > len(raw) and not (but and but in page):
             moved += 1
             for entry in range(len(nodes)):
                 raw[at + 16 + 2 * entry : at + 18 + 2 * entry] = (0xFF00).to_bytes(2, "little")
@@ -111,3 +114,18 @@ def test_a_damaged_file_without_room_for_its_copy_is_named_and_kept(data_dir: Pa
     assert not (data_dir / "blobs.salvaged").exists(), "it takes up the room that is lacking"
     with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
         assert [fetch_checked(with_recipes(client), context(seed)) for seed in SEEDS] == [4] * len(SEEDS)
+
+
+def test_recipes_that_their_counts_do_not_account_for_are_salvaged_before_they_are_counted_anew(data_dir: Path) -> None:
+    """That is damage, and to read on might end the process."""
+    fill(data_dir, MORE)
+    edit(data_dir / "recipes", b"C", "delete")
+    file = data_dir / "recipes" / "data.mdb"
+    point_behind_the_end(file, b"R", but=max(key for key, _ in Walk(file)))
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        namespace = with_recipes(client)
+        assert [fetch_checked(namespace, context(seed)) for seed in MORE] == [4] * len(MORE)
+        namespace.drop_to_text(context(10), from_page=0)
+        assert namespace.match(context(10), lease_s=0, rebuildable=True).rebuildable_pages == 4
+    with DaemonProcess(data_dir, *SIZES) as daemon:
+        assert not any("damaged" in line for line in daemon.lines)
