@@ -27,11 +27,11 @@ from kvstore.api.wire import (
     pack,
     unpack,
 )
-from kvstore.api.wire.channel import Bulk
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseRequest, Matched, Message, PutHandle, PutReady
 from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore.api.wire.spin import Spin, spin_s
+from kvstore.api.wire.writing import Bulk
 from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
 from kvstore_client.plan import FetchPlan
 from kvstore_client.progress import bytes_received

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 
 from kvstore.api.wire import Channel
-from kvstore.api.wire.channel import SEND
+from kvstore.api.wire.writing import SEND, WritingHalf
 
 INTERACTIVE, BULK = "interactive", "bulk"
 
@@ -115,11 +115,11 @@ class LinkTraffic:
             self._short.add(channel)
             _set_lowat(channel.sock, self._ahead[channel])
 
-    def turn(self, channel: Channel) -> Awaitable[None] | None:
+    def turn(self, channel: WritingHalf) -> Awaitable[None] | None:
         """What to wait for until bulk may send its next piece over a channel; None if it may now."""
         return self._turn(channel) if self._urgent else None
 
-    async def _turn(self, channel: Channel) -> None:
+    async def _turn(self, channel: WritingHalf) -> None:
         until = time.monotonic() + _HELD_S
         while self._urgent and self._must_wait(channel):
             await asyncio.sleep(_LOOK_S)
@@ -131,7 +131,7 @@ class LinkTraffic:
         """Those that were sent off, or are stuck."""
         self._urgent -= {urgent for urgent in self._urgent if _over(urgent, now)}
 
-    def _must_wait(self, channel: Channel) -> bool:
+    def _must_wait(self, channel: WritingHalf) -> bool:
         now = time.monotonic()
         self._forget(now)
         if not self._urgent or now < self._let_until:

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from kvstore.api.wire import Channel, FrameType, Header, encode
-from kvstore.api.wire.channel import SEND
+from kvstore.api.wire.writing import SEND, WritingHalf
 from kvstore.digests import DIGEST_BYTES, slice_digest
 from kvstore.errors import ConnectionLost
 
@@ -61,7 +61,7 @@ async def test_what_comes_behind_the_frame_is_made_when_its_digests_are_there(en
     sizes, turns = (MIB, 50_000, MIB, 300_000), 0
     sent, told = pieces(*sizes), []
 
-    def turn(channel: Channel) -> None:
+    def turn(channel: WritingHalf) -> None:
         nonlocal turns
         turns += 1
 

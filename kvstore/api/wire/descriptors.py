@@ -61,7 +61,7 @@ class DescriptorChannel(Channel):
         """As the channel's, for what may be the beginning of a frame: the only reads that may meet descriptors."""
         self._start = self._end = 0
         try:
-            while self._spins:  # as in Channel._receive_spinning
+            while self._spins:  # as in ReadingHalf._receive_spinning
                 try:
                     self._end = self._read_start()
                     break

@@ -11,7 +11,8 @@ import ssl
 from collections.abc import Sequence
 from typing import cast
 
-from kvstore.api.wire.channel import Channel, Handler
+from kvstore.api.wire.channel import Channel
+from kvstore.api.wire.reading import Handler
 from kvstore.errors import BadRequest, ConnectionLost
 
 _RAW = 256 << 10
