@@ -57,12 +57,12 @@ class Figures:
 
     def puts_open_of(self, tenant: str) -> int:
         """A tenant's puts under way."""
-        return self._puts.of_tenant(tenant)
+        return self._puts.open.of_tenant(tenant)
 
     @property
     def puts_open(self) -> int:
         """Puts under way."""
-        return len(self._puts)
+        return len(self._puts.open)
 
     def pending_of(self, space: Space) -> list[Pending]:
         """What waits for other shards in a namespace."""

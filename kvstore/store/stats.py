@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvstore.errors import Busy, NoSpace
+
 
 @dataclass(slots=True)
 class Stats:
@@ -65,6 +67,11 @@ class Stats:
     scrub_unreadable: int = 0
     event_batches: int = 0
     event_replays: int = 0
+
+    def count_refusal(self, error: BaseException) -> None:
+        """A put was refused."""
+        self.puts_busy += isinstance(error, Busy)
+        self.puts_no_space += isinstance(error, NoSpace)
 
     @property
     def written_per_hit_byte(self) -> float:

@@ -194,7 +194,7 @@ class Store:
         self.rebuilding = Rebuilding(self.recipes, self.stats)
         self.prefixes = Prefixes(self._reading, self._writeback, self.pins, self.uses, self.recipes)
         self._expiry = Expiry(lambda: self._spaces, self.uses, self._clock.now, self._writeback.poke)
-        self.following = Following(self._puts, config.put_idle_s)
+        self.following = Following(self._puts.open, config.put_idle_s)
         self.sharing = Sharing(self._arena, self._reading, self.stats)
         self._namespaces = Namespaces(
             self._spaces, self._files.journal, self._writer, self._writeback, self._trash, self.recipes, self._new_space, self._forgotten,
@@ -272,7 +272,7 @@ class Store:
         tree, key = space.tree, space.tree.pages.key_bytes(slot)
         self.leases.cut(space, slot)
         self.pins.cut(space, slot)
-        for put in self._puts.of_space(space):
+        for put in self._puts.open.of_space(space):
             if space.spec.flat:
                 if key in put.anchors:
                     put.fail(Busy("a page of the put was lost, its bytes did not verify: put it again", retry_after_ms=10))
@@ -390,23 +390,23 @@ class Store:
 
     def get_put(self, owner: int, handle: int) -> Put:
         """An owner's own put under way; NotFound otherwise."""
-        return self._puts.get(owner, handle)
+        return self._puts.open.get(owner, handle)
 
     async def put_begun(self, put: Put, wait_s: float) -> None:
         """Wait a little until a put can take what is sent (see Puts.begun)."""
         await self._puts.begun(put, wait_s)
 
     async def commit_put(self, put: Put, wait_s: float = 0.0) -> PutResult:
-        """Make a put's pages visible (see Puts.commit)."""
-        return await self._puts.commit(put, wait_s)
+        """Make a put's pages visible (see Commits.commit)."""
+        return await self._puts.commits.commit(put, wait_s)
 
     def commit_put_now(self, put: Put, defer: Defer) -> PutResult | None:
-        """As `commit_put`, if nothing has to be waited for; None if it has (see Puts.commit_now)."""
-        return self._puts.commit_now(put, defer)
+        """As `commit_put`, if nothing has to be waited for; None if it has (see Commits.commit_now)."""
+        return self._puts.commits.commit_now(put, defer)
 
     def abort_put(self, put: Put) -> None:
         """End a put that was not committed. Nothing of it is left."""
-        self._puts.abort(put)
+        self._puts.open.abort(put)
 
     def release_owner(self, owner: int) -> None:
         """A client is gone: its leases end, and its puts leave nothing."""

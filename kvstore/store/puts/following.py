@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 
 from kvstore.errors import Busy, NotFound
+from kvstore.store.puts.open_puts import OpenPuts
 from kvstore.store.puts.put import Put
-from kvstore.store.puts.putting import Puts
 from kvstore.store.space import Space
 
 MAX_FOLLOWED = 4096
@@ -25,7 +25,7 @@ class _Follow:
 class Following:
     """Who follows which put. A follow keeps what has arrived in DRAM, so it ends: with its outcome, its owner, or by time."""
 
-    def __init__(self, puts: Puts, idle_s: float) -> None:
+    def __init__(self, puts: OpenPuts, idle_s: float) -> None:
         self._puts = puts
         self._idle_s = idle_s
         self._by_owner: dict[int, dict[int, _Follow]] = {}
