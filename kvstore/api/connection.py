@@ -17,14 +17,16 @@ from kvstore.api.guard import Guard
 from kvstore.api.outbox import Outbox
 from kvstore.api.priority import INTERACTIVE, LinkTraffic
 from kvstore.api.rebuilds import slow_match, waits
+from kvstore.api.receiving import receive_slices
 from kvstore.api.request_stats import RequestStats
 from kvstore.api.request_tables import ACCESS, QUICK, SLOW
 from kvstore.api.request_tasks import RequestTasks, fatal_if_protocol
 from kvstore.api.requests import Slow, commit_now
 from kvstore.api.same_host import SameHost, SameHostPeer
+from kvstore.api.sending import Then
 from kvstore.api.sessions import Session, Sessions
 from kvstore.api.small_fetch import fetch_small
-from kvstore.api.streaming import Asked, Then, read_fetch, receive_slices, stream_fetch
+from kvstore.api.streaming import Asked, read_fetch, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, unpack, unpack_request
 from kvstore.api.wire.messages import Cancel, Commit, Hello, Message, Welcome
 from kvstore.errors import (

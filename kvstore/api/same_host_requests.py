@@ -5,10 +5,10 @@ from functools import partial
 
 from kvstore.api.auth import Access
 from kvstore.api.copying import Job
+from kvstore.api.receiving import BEGIN_WAIT_S
 from kvstore.api.replies import Context, Reply
 from kvstore.api.requests import Quick, Slow
 from kvstore.api.same_host import SameHostPeer
-from kvstore.api.streaming import BEGIN_WAIT_S
 from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import Empty, Message
 from kvstore.api.wire.same_host import (

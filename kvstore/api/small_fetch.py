@@ -7,8 +7,9 @@ from collections.abc import Callable
 from itertools import groupby, pairwise
 from typing import Protocol
 
+from kvstore.api.sending import corrupt
 from kvstore.api.sessions import Session
-from kvstore.api.streaming import Asked, corrupt
+from kvstore.api.streaming import Asked
 from kvstore.api.wire import DATA_META, FrameType, Run, SliceLayout, check_run, cut, encode, pack, whole_slices
 from kvstore.api.wire.frames import encode_bulk
 from kvstore.api.wire.messages import Fetched

@@ -5,14 +5,15 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvstore.api.sending import Then
 from kvstore.api.sessions import Session
-from kvstore.api.streaming import Then, read_fetch, stream_fetch
-from kvstore.api.wire import Channel, FrameType, Run, SliceLayout, pack, pack_runs, slice_digest
+from kvstore.api.streaming import read_fetch, stream_fetch
+from kvstore.api.wire import FrameType, Run, SliceLayout, pack, pack_runs, slice_digest
 from kvstore.api.wire.frames import HEADER_BYTES, decode_header
 from kvstore.api.wire.messages import FetchRequest, Message
 from kvstore.errors import Corrupt
@@ -28,7 +29,6 @@ class CollectingPeer:
     def __init__(self, store: Store, space: Space) -> None:
         self.store = store
         self.session = Session(b"", 1, "default", "test")
-        self.channel = cast(Channel, None)
         self.sent = b""
         self.behind: list[bytes] = []
         """What went out behind the last frame."""
