@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import distinct
-from kvstore.kvspec import PartRange, SliceLayout
+from kvstore.kvspec import PartRange
 from kvstore.radix.below import with_all_below
 from kvstore.radix.components import ComponentRules
 from kvstore.radix.journal import NamespaceRecord, PageRecord, PartRecord
@@ -20,29 +20,27 @@ from kvstore.radix.usefulness import useless_parts
 from kvstore.radix.values import EMPTY_PATH, NewPages, Path, Removed
 from kvstore.store.session_ends import SessionEnds
 from kvstore.store.settings import NamespaceSettings
+from kvstore.store.space_blobs import SpaceBlobs
 from kvstore.store.stats import Stats
 from kvstore.store.trash import Trash
-from kvstore.store.watchers import Follower, Nobody, TextTier, Watcher
-from kvstore.tiers.blobs import NO_SLOT, BlobTable, stored_bytes
+from kvstore.store.watchers import Nobody, TextTier, Watcher
+from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena
 
 WANTED = 2
 """Page flag: part of a batch being put together, so not to be evicted from SSD to make room for it."""
 ALL = 0xFFFF
 """The mask of all components."""
-OWNER_SHIFT = 32
-OWNER_ROW = (1 << OWNER_SHIFT) - 1
-"""A DRAM slot's owner, as the arena notes it: the namespace's number, then the blob's row."""
 
 
-class Space:
+class Space(SpaceBlobs):
     """One namespace. `number` is its short name on this daemon's disk."""
 
     def __init__(
         self, number: int, settings: NamespaceSettings, max_pages: int, arena: Arena, trash: Trash, stats: Stats, max_ghosts: int = 0,
         watcher: Watcher | None = None,
     ) -> None:  # fmt: skip
-        self.number = number
+        super().__init__(number, 2 * max_pages, arena, trash)
         self.settings = settings
         self.spec = settings.spec
         self.digest = settings.digest
@@ -50,7 +48,6 @@ class Space:
         self.max_ghosts = max_ghosts
         self._watcher = watcher or Nobody()
         self.tree = RadixTree(self.digest, self.spec.label_words, max_pages, ComponentRules.of(self.spec), self._watcher.specs)
-        self.blobs = BlobTable(2 * max_pages)
         self.dropped = False
         self.loading = False
         """Whether pages are still being read from the journal; then it takes no puts, and nothing of it leaves SSD."""
@@ -69,111 +66,13 @@ class Space:
         """Whether pages may be discarded only once their recipes are durable."""
         self.text: TextTier | None = None
         """Set by the store if pages have recipes."""
-        self.follower: Follower | None = None
-        """Set by the store if somebody follows where pages are."""
-        self.resident_bytes = 0
-        self.spoiled: set[int] = set()
-        """Blob rows whose DRAM copy did not verify, and is still in use by somebody."""
-        self._replaced: dict[int, list[int]] = {}
-        """By blob row, the DRAM slots that were its own before a good copy took their place: kept for those who have them in use."""
-        self._arena = arena
-        self._trash = trash
         self.stats = stats
 
     def record(self) -> NamespaceRecord:
         """The journal's record of this namespace."""
         return NamespaceRecord(self.number, self.digest, self.settings.to_dict())
 
-    def ssd_bytes(self, extent_bytes: int) -> int:
-        """Bytes of the extents that the namespace's blobs take up on SSD. Looks at every blob."""
-        stored = self.blobs.stored_of(np.flatnonzero(self.blobs.on_ssd[: self.blobs.slots.high]).astype(np.int32))
-        return int((-(-stored // extent_bytes)).sum()) * extent_bytes
-
-    # --- rows of the blob table ---------------------------------------------------------------------------------------
-
-    def stored_bytes(self, row: int) -> int:
-        """Bytes of a blob's stored form."""
-        return stored_bytes(self.blobs.layout_of(row))
-
-    def slot_bytes(self, slot: int) -> int:
-        """Bytes that a DRAM slot takes up."""
-        return self._arena.slot_bytes(slot)
-
-    def set_slot(self, row: int, slot: int) -> None:
-        """Record that a blob is in a DRAM slot."""
-        self.blobs.slot[row] = slot
-        self._arena.set_owner(slot, self.number << OWNER_SHIFT | row)
-        self.resident_bytes += self._arena.slot_bytes(slot)
-        if self.follower is not None:
-            self.follower.moved(row)
-
-    def take_new(self, names: list[bytes], layouts: list[SliceLayout], slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """The rows of blobs, all different and none of them there, that are in these DRAM slots, each pinned once. Raises NoSpace."""
-        rows = self.blobs.add_many(names, layouts)
-        self.blobs.pins[rows] = 1
-        self.blobs.slot[rows] = slots
-        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            self._arena.set_owner(slot, self.number << OWNER_SHIFT | row)
-            self.resident_bytes += self._arena.slot_bytes(slot)
-            if self.follower is not None:
-                self.follower.moved(row)
-        return rows
-
-    def replace_slot(self, row: int, slot: int) -> None:
-        """Put a good copy in the place of a bad one. The bad one goes with the last who has the blob in use: the caller has it pinned."""
-        bad = int(self.blobs.slot[row])
-        self.spoiled.discard(row)
-        self._replaced.setdefault(row, []).append(bad)
-        self.resident_bytes -= self._arena.slot_bytes(bad)
-        self.set_slot(row, slot)
-
-    def clear_slot(self, row: int) -> int:
-        """Free a blob's DRAM slot, if it has one. Returns the bytes freed."""
-        slot = int(self.blobs.slot[row])
-        self.spoiled.discard(row)
-        if slot == NO_SLOT:
-            return 0
-        freed = self._arena.slot_bytes(slot)
-        self._arena.free(slot)
-        self.blobs.slot[row] = NO_SLOT
-        self.resident_bytes -= freed
-        if self.follower is not None:
-            self.follower.moved(row)
-        return freed
-
-    def spoil(self, row: int) -> None:
-        """The DRAM copy of a blob that is on SSD is bad: nobody gets it any more, and it goes with the last who has it."""
-        self.spoiled.add(row)
-        self.settle(row)
-
-    def pin(self, row: int) -> None:
-        """Keep a blob's bytes where they are until `unpin`."""
-        self.blobs.pins[row] += 1
-
-    def unpin(self, row: int) -> None:
-        """Undo one `pin`; a blob nobody needs any more goes with the last one."""
-        self.blobs.pins[row] -= 1
-        self.settle(row)
-
-    def settle(self, row: int) -> None:
-        """Give up what nobody needs: the SSD copy without durable pages, and the whole blob without pages.
-
-        Pinned is where the bytes are now: of a blob in DRAM, the copy on SSD may go meanwhile, and who waits for room gets it.
-        """
-        blobs, pinned = self.blobs, bool(self.blobs.pins[row])
-        if not pinned and row in self._replaced:
-            for slot in self._replaced.pop(row):
-                self._arena.free(slot)
-        if row in self.spoiled and not pinned:
-            self.clear_slot(row)
-        in_dram = blobs.slot[row] != NO_SLOT and row not in self.spoiled
-        needless = in_dram or not (pinned or blobs.pages[row])
-        if blobs.on_ssd[row] and not blobs.durable_pages[row] and needless:
-            blobs.on_ssd[row] = False
-            self._trash.blobs.append((self.number, blobs.id_of(row), self.stored_bytes(row)))
-        if not pinned and not blobs.pages[row]:
-            self.clear_slot(row)
-            blobs.remove(row)
+    # --- pages ---------------------------------------------------------------------------------------------------------
 
     def rows_of(self, slot: int, components: int = ALL) -> list[int]:
         """The blob rows of a page's parts, of some components (a mask)."""
@@ -187,8 +86,6 @@ class Space:
         found = np.zeros(len(slots), np.bool_)
         found[owner[self.blobs.slot[self.tree.parts.blob[part]] != NO_SLOT]] = True
         return found
-
-    # --- pages ---------------------------------------------------------------------------------------------------------
 
     def has_room(self, pages: int, parts: int) -> bool:
         """Whether so many pages can be added, wherever it is, with so many parts in all, each a blob of its own."""

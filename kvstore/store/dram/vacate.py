@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.store.space import OWNER_ROW, OWNER_SHIFT, Space
+from kvstore.store.space import Space
+from kvstore.store.space_blobs import OWNER_ROW, OWNER_SHIFT
 from kvstore.store.stats import Stats
 from kvstore.store.waits import finish_despite_cancel
 from kvstore.tiers.dram import Arena
