@@ -10,7 +10,7 @@ import pytest
 from kvstore.errors import KVStoreError
 from kvstore.store import Ack, PutResult, Space, Store
 from kvstore.store.checking.check import check
-from tests.store.test_flat import ONE, A, B, Page, begin, key_of, labels, pages_of, put_pages, send, settings_of, there
+from tests.store.flat_pages import ONE, A, B, Page, begin, key_of, labels, pages_of, put_pages, send, settings_of, there
 from tests.store.test_shards import config
 
 PAGES = 1024
