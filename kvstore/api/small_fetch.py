@@ -109,7 +109,7 @@ def _gather_blobs(store: Store, request: int, asked: Asked) -> Buffers | None:
     """
     run, blobs = asked.runs[0]
     count = len(asked.ids) // DIGEST_BYTES
-    if len(asked.runs) > 1 or run.offset or run.segments > 1 or len(blobs) != count:
+    if len(asked.runs) > 1 or run.offset or run.segments != 1 or len(blobs) != count:
         return None
     if blobs != range(count) and list(blobs) != list(range(count)):
         return None

@@ -27,10 +27,12 @@ def _remove_alone(space: Space, slots: Slots) -> Iterator[None]:
     """The pages go in the first step. Meanwhile others may put them again, or need their blobs: each is looked at anew."""
     keys = [space.tree.pages.key_bytes(slot) for slot in slots.tolist()]
     rows = distinct(space.bury_alone(slots)).tolist()
+    for row in rows:
+        space.pin(row)  # or it would go with the last reader, and its number might be another blob's by its turn
     yield
     for at in range(0, len(rows), _ROWS_AT_ONCE):
         for row in rows[at : at + _ROWS_AT_ONCE]:
-            space.settle(row)
+            space.unpin(row)
         yield
     for at in range(0, len(keys), _PAGES_AT_ONCE):
         if space.dropped:

@@ -124,6 +124,7 @@ def first_blob(raw: RawClient) -> bytes:
         Run(0, 0, 64, 8, 4),
         Run(0, 0, 0),
         Run(0, 0, 64, 64, 0),
+        Run(0, 0, SPEC.page_bytes, 0, 0),
         Run(1, 0, 64),
         Run(0xFFFFFFFF, 0, 64),
     ],

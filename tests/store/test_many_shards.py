@@ -120,6 +120,23 @@ async def test_many_pages_are_deleted_in_steps_and_none_is_found_from_the_first_
         assert store.match(space, labels(pages[10:20])[0], {}, owner=1, parts=True, holes=True).known_pages == 10
 
 
+async def test_pages_are_deleted_whose_readers_leave_meanwhile(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", dram_bytes=8 << 20, segment_bytes=1 << 20)) as store:
+        space = await store.create_namespace(settings_of(ONE))
+        pages = pages_of(*range(100, 356))
+        await put_pages(store, space, pages)
+        rows = space.tree.parts_of(space.tree.live_slots()).blob.tolist()
+        for row in rows[::3]:
+            space.pin(row)
+        deleting = asyncio.create_task(store.prefixes.delete(space, *labels(pages)))
+        await asyncio.sleep(0)
+        for row in rows[::3]:
+            space.unpin(row)
+        assert await deleting == 256
+        assert (space.blobs.count, store.figures.usage()["dram"].used) == (0, 0)
+        check(store)
+
+
 async def test_a_delete_that_is_cancelled_goes_on_to_its_end(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d", dram_bytes=8 << 20, segment_bytes=1 << 20)) as store:
         space = await store.create_namespace(settings_of(ONE))

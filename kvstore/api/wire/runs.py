@@ -107,7 +107,7 @@ class Alike(NamedTuple):
 
 
 def unpack_alike(data: bytes | memoryview) -> list[Alike]:
-    """Runs from bytes, in order. Raises BadRequest for a torn or overlong list."""
+    """Runs from bytes, in order. Raises BadRequest for a torn or overlong list, and for a run of nothing."""
     if len(data) % RUN_BYTES or len(data) > MAX_RUNS * RUN_BYTES:
         raise BadRequest(f"{len(data)} bytes of runs: they are {RUN_BYTES} bytes each, and at most {MAX_RUNS}")
     if len(data) == RUN_BYTES:
@@ -133,7 +133,15 @@ def unpack_alike(data: bytes | memoryview) -> list[Alike]:
 def _bounded(found: list[Alike]) -> list[Alike]:
     if sum(alike.segments for alike in found) > MAX_SEGMENTS:
         raise BadRequest(f"a fetch of more than {MAX_SEGMENTS} segments: split it")
+    for alike in found:
+        _check_not_empty(alike.run)
     return found
+
+
+def _check_not_empty(run: Run) -> None:
+    """A run of nothing counts for no bytes, whatever it names."""
+    if run.segments < 1 or run.length < 1:
+        raise BadRequest(f"a run of {run.segments} segments of {run.length} bytes")
 
 
 def unpack_runs(data: bytes | memoryview) -> list[Run]:
@@ -144,8 +152,7 @@ def unpack_runs(data: bytes | memoryview) -> list[Run]:
 def check_run(run: Run, layout: SliceLayout) -> None:
     """Raise BadRequest unless every segment lies inside the blob."""
     size = layout.payload_bytes
-    if run.segments < 1 or run.length < 1:
-        raise BadRequest(f"a run of {run.segments} segments of {run.length} bytes")
+    _check_not_empty(run)
     if run.segments > 1 and run.stride < run.length:
         raise BadRequest(f"segments of {run.length} bytes overlap at a stride of {run.stride}")
     end = run.offset + (run.segments - 1) * run.stride + run.length

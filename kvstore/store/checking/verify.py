@@ -1,6 +1,6 @@
 """What a check of a store finds, in values: damage, what it costs, and a report. Pure: no I/O, nothing is changed.
 
-`check_stopped.py` and `check_running.py` do the looking.
+`stopped.py` and `running.py` do the looking.
 """
 
 from collections.abc import Iterable
