@@ -291,7 +291,7 @@ class Connection:
 
     @contextmanager
     def _fetching(self, asked: Asked) -> Iterator[None]:
-        with self.session.fetching(asked.nbytes):
+        with self.session.fetching(asked.nbytes, len(asked.runs)):
             if self._traffic is None:
                 yield
                 return

@@ -16,6 +16,8 @@ SESSION_BYTES = 16
 _RETRY_MS = 1000
 _FETCH_RETRY_MS = 20
 _CLOSE_S = 10.0
+MAX_RUNS_UNDER_WAY = 1 << 18
+"""Of the fetches of one client, runs that differ in more than their blob: each is some 250 bytes of memory until it is sent."""
 
 
 @dataclass(slots=True)
@@ -30,6 +32,8 @@ class Session:
     max_in_flight: int | None = None
     in_flight: int = 0
     """Bytes of its fetches under way."""
+    runs: int = 0
+    """What they name, as the daemon keeps it."""
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     """Of its connections."""
     serving: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
@@ -38,18 +42,25 @@ class Session:
     """How fast its fetches are."""
 
     @contextmanager
-    def fetching(self, nbytes: int) -> Iterator[None]:
-        """While a fetch of so many bytes is under way. One larger than the limit may be, alone. Raises Busy."""
+    def fetching(self, nbytes: int, runs: int = 1) -> Iterator[None]:
+        """While a fetch of so many bytes, in so many runs, is under way. One larger than the limit may be, alone. Raises Busy."""
         if self.max_in_flight is not None and self.in_flight and self.in_flight + nbytes > self.max_in_flight:
             raise Busy(
                 f"this client has {self.in_flight} bytes of fetches under way; {self.max_in_flight} are the limit",
                 retry_after_ms=_FETCH_RETRY_MS,
             )
+        if self.runs and self.runs + runs > MAX_RUNS_UNDER_WAY:
+            raise Busy(
+                f"the fetches that this client has under way are of {self.runs} runs; {MAX_RUNS_UNDER_WAY} are the limit",
+                retry_after_ms=_FETCH_RETRY_MS,
+            )
         self.in_flight += nbytes
+        self.runs += runs
         try:
             yield
         finally:
             self.in_flight -= nbytes
+            self.runs -= runs
 
     def serve(self, task: "asyncio.Task[None]") -> int:
         """Number a connection that this task serves."""
