@@ -270,6 +270,7 @@ class Connection:
     async def _fetch(self, group: asyncio.TaskGroup, header: Header, began: int, meta: bytes, payload: bytes) -> None:
         try:
             asked = read_fetch(self, meta, payload)
+            self.session.check_runs(len(asked.runs))  # here, as a task that is refused keeps them until its client reads that
             crowded = self._traffic if self._traffic is not None and self._traffic.crowded else None
             with nullcontext() if crowded is None else crowded.fetching(self.channel, asked.priority, self.session.link.bytes_s):
                 answered = header.request not in self._tasks.under_way and await fetch_small(self, header.request, asked)

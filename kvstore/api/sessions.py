@@ -49,11 +49,7 @@ class Session:
                 f"this client has {self.in_flight} bytes of fetches under way; {self.max_in_flight} are the limit",
                 retry_after_ms=_FETCH_RETRY_MS,
             )
-        if self.runs and self.runs + runs > MAX_RUNS_UNDER_WAY:
-            raise Busy(
-                f"the fetches that this client has under way are of {self.runs} runs; {MAX_RUNS_UNDER_WAY} are the limit",
-                retry_after_ms=_FETCH_RETRY_MS,
-            )
+        self.check_runs(runs)
         self.in_flight += nbytes
         self.runs += runs
         try:
@@ -61,6 +57,14 @@ class Session:
         finally:
             self.in_flight -= nbytes
             self.runs -= runs
+
+    def check_runs(self, runs: int) -> None:
+        """Whether a fetch of so many runs may come in beside the others. Raises Busy."""
+        if self.runs and self.runs + runs > MAX_RUNS_UNDER_WAY:
+            raise Busy(
+                f"the fetches that this client has under way are of {self.runs} runs; {MAX_RUNS_UNDER_WAY} are the limit",
+                retry_after_ms=_FETCH_RETRY_MS,
+            )
 
     def serve(self, task: "asyncio.Task[None]") -> int:
         """Number a connection that this task serves."""

@@ -1,5 +1,6 @@
 """A command that goes on in a child process, as what it reads may end its process."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -7,7 +8,15 @@ from types import FrameType
 
 import typer
 
+_PR_SET_PDEATHSIG = 1
 _DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+
+
+def _end_with(parent: int) -> None:
+    """Have the system end this process with its parent, also if that is killed: else it would keep the store's lock."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def go_on_in_a_child() -> int | None:
@@ -17,8 +26,10 @@ def go_on_in_a_child() -> int | None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     child = os.fork()
     if not child:
+        _end_with(parent)
         return None
 
     def pass_on(number: int, _: FrameType | None) -> None:
