@@ -7,7 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-CODE = "import os, time, sys; from kvstore.cli.child import go_on_in_a_child; go_on_in_a_child(); print(os.getpid(), flush=True); time.sleep(60)"
+CODE = """
+import os, time
+from kvstore.cli.child import go_on_in_a_child
+go_on_in_a_child()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
 
 
 def test_the_child_of_a_command_that_is_killed_ends() -> None:
