@@ -128,6 +128,8 @@ class Prefixes:
             first = tree.nodes.depth[node]
         first = max(first, from_page)
         slots = tree.path_slots(path)
+        if first >= len(slots):
+            return 0
         tree.cool(slots[first:], first)
         self._uses.abandoned(space, slots, first)
         self._uses.cooled(space, slots[first:])

@@ -36,6 +36,7 @@ def talk(daemon: DaemonProcess) -> None:
         namespace.match(TOKENS[:8], hints=Hints(SECRET_SESSION, Turn.SUB_AGENT)).release()
         namespace.match(TOKENS, lease_s=0)
         namespace.abandon(TOKENS, from_token=9)
+        assert namespace.abandon(TOKENS, from_page=50) == 0, "that is nothing, and nothing to record"
 
 
 def lines_of(file: Path) -> list[Line]:
