@@ -22,6 +22,7 @@ from kvstore.cli.child import go_on_in_a_child
 from kvstore.cli.common import (
     DEFAULT_HTTP,
     JsonOption,
+    counted,
     http_json,
     http_open,
     http_problem,
@@ -95,6 +96,7 @@ def _ended(signal_number: int, _: Tell) -> dict[str, Any]:
     report = CheckReport()
     what = f"journal, blobs or recipes: LMDB ended the check at a damaged page ({signal.strsignal(signal_number)}); there may be more"
     report.add("structure", "", f"{what}. A daemon that ends so twice while it loads saves what can be read at its next start")
+    report.all_read = False
     return asdict(report)
 
 
@@ -160,18 +162,17 @@ def _progress(*, quiet: bool) -> Iterator[Tell]:
 
 def _show(report: dict[str, Any]) -> None:
     spaces = {space["id"]: space for space in report["namespaces"]}
-    pages, lost, recipes = (sum(space[key] for space in spaces.values()) for key in ("pages", "lost_pages", "recipes"))
+    pages, recipes = (sum(space[key] for space in spaces.values()) for key in ("pages", "recipes"))
     typer.echo(
-        f"checked {len(spaces)} namespaces: {pages:,} pages, {report['checked_blobs']:,} blobs, "
-        f"{recipes:,} recipes, "
-        f"{size_text(report['checked_bytes'])} in {report['seconds']:.1f} s"
+        f"checked {counted(len(spaces), 'namespace')}: {counted(pages, 'page')}, {counted(report['checked_blobs'], 'blob')}, "
+        f"{counted(recipes, 'recipe')}, {size_text(report['checked_bytes'])} in {report['seconds']:.1f} s"
     )
     for note in report["notes"]:
         typer.echo(f"note: {note}")
     if report["clean"]:
         typer.echo("clean: everything verifies")
         return
-    typer.echo(f"DAMAGE: {len(report['damage']) + report['more_damage']} findings, {lost:,} pages can't be served any more")
+    typer.echo(f"DAMAGE: {counted(len(report['damage']) + report['more_damage'], 'finding')}, {_lost(report)}")
     for damage in report["damage"][:_SHOWN]:
         where = f"{spaces[damage['namespace']]['name']}: " if damage["namespace"] in spaces else ""
         typer.echo(f"  {where}{damage['what']}")
@@ -180,9 +181,19 @@ def _show(report: dict[str, Any]) -> None:
     for space in spaces.values():
         if space["lost_pages"]:
             keys = ", ".join(key[:16] for key in space["lost_keys"][:4])
-            typer.echo(f"  {space['name']} ({space['id']}) loses {space['lost_pages']:,} pages, these and what is below them: {keys}…")
+            lost = counted(space["lost_pages"], "page")
+            typer.echo(f"  {space['name']} ({space['id']}) loses {lost}, these and what is below them: {keys}…")
     typer.echo(
         "Nothing has to be repaired: the daemon never serves bytes that do not verify. It drops what is damaged by itself, at its next "
         "start or when it next reads it; clients then get a miss and put the pages again. Look for the cause: disk, memory, or a copy "
         "made of a running store."
     )
+
+
+def _lost(report: dict[str, Any]) -> str:
+    """What can't be served any more, as far as it is known."""
+    lost = sum(space["lost_pages"] for space in report["namespaces"]) + report.get("unnamed_lost_pages", 0)
+    if report.get("all_read", True):
+        return f"{counted(lost, 'page')} can't be served any more"
+    known = f"{counted(lost, 'page')} and " if lost else ""
+    return f"{known}all pages that only what can't be read knew of can't be served as it is: how many is not known"

@@ -94,6 +94,18 @@ def point_behind_the_end(file: Path) -> None:
     file.write_bytes(raw)
 
 
+def test_a_journal_that_can_not_be_read(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, *SIZES) as daemon:
+        fill(daemon)
+    (data_dir / "journal" / "data.mdb").write_bytes(b"no file of LMDB's" * 1000)
+    done = check("--data-dir", str(data_dir))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "DAMAGE: 1 finding, all pages that only what can't be read knew of" in done.stdout
+    assert "note: blobs named by nothing that could be read of the journal: 20 (" in done.stdout
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        assert open_namespace(client).match(context(0)).pages == 0, "it serves again, and nothing of it is wrong"
+
+
 def test_a_locked_store_is_checked_by_its_daemon(data_dir: Path, tmp_path: Path) -> None:
     with DaemonProcess(data_dir, *SIZES) as daemon:
         fill(daemon)

@@ -128,6 +128,7 @@ async def test_a_bad_namespace_record_is_named_and_goes_at_the_next_start(tmp_pa
     report = stopped(tmp_path)
     assert [d.kind for d in report.damage] == ["namespace"]
     assert str(PAGES) in report.damage[0].what
+    assert (report.lost_pages, report.all_read) == (PAGES, True)
     async with Store(config(tmp_path, ssd_bytes=SSD)) as store:
         assert [space.settings.name for space in store.all_spaces()] == ["empty"]
     assert stopped(tmp_path).clean, "the daemon left damage behind"
@@ -148,6 +149,15 @@ async def test_a_file_cut_short_is_damage_and_no_crash(tmp_path: Path, name: str
         opened.truncate(file.stat().st_size // 2 // 4096 * 4096)
     report = stopped(tmp_path)
     assert "structure" in [d.kind for d in report.damage]
+
+
+async def test_what_a_journal_that_can_not_be_read_knew_is_not_taken_for_nothing(tmp_path: Path) -> None:
+    await fill(tmp_path)
+    (tmp_path / "journal" / "data.mdb").write_bytes(b"no file of LMDB's" * 1000)
+    report = stopped(tmp_path)
+    assert [d.kind for d in report.damage] == ["structure"]
+    assert not report.all_read
+    assert f"named by nothing that could be read of the journal: {PAGES * len(PARTS)} (" in report.notes[-1]
 
 
 async def test_a_missing_file_and_a_mark_are_damage(tmp_path: Path) -> None:

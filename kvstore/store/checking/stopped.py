@@ -79,24 +79,30 @@ class _Check:
         try:
             journal = Journal(self._directory.journal, readonly=True)
         except (lmdb.Error, DataDirError) as error:
-            self._structure("journal", error)
+            self._journal_lost(error)
             return
         try:
             self._load_namespaces(journal)
         except lmdb.Error as error:
-            self._structure("journal", error)
+            self._journal_lost(error)
         finally:
             journal.close()
+
+    def _journal_lost(self, error: Exception) -> None:
+        """It can't be read (on): who knows what else it named."""
+        self._structure("journal", error)
+        self._report.all_read = False
 
     def _load_namespaces(self, journal: Journal) -> None:
         records, bad = journal.namespaces()
         counts = journal.page_counts()
         for number in bad:
-            self._report.add(
-                "namespace", "", f"the record of namespace number {number} does not verify: all its {counts.get(number, 0)} pages are lost"
-            )
+            pages = counts.get(number, 0)
+            self._report.add("namespace", "", f"the record of namespace number {number} does not verify: all its {pages} pages are lost")
+            self._report.unnamed_lost_pages += pages
         known = {record.number for record in records} | set(bad)
         for number in counts.keys() - known:
+            self._report.unnamed_lost_pages += counts[number]
             self._report.add("namespace", "", f"{counts[number]} page records belong to namespace number {number}, which has no record")
         for record in records:
             self._load_namespace(journal, record, counts.get(record.number, 0))
@@ -225,9 +231,14 @@ class _Check:
             for blob, pieces in blob_file.stored_blobs(number):
                 if space is None or space.blobs.find(blob) < 0:
                     count, extents = count + 1, extents + pieces
-        if count and not any(damage.kind == "structure" for damage in self._report.damage):
+        if count and not self._report.all_read:
             self._report.notes.append(
-                f"{count} blobs ({extents * blob_file.extent_bytes} bytes) are named by no record, as a crash can leave them: "
+                f"blobs named by nothing that could be read of the journal: {count} ({extents * blob_file.extent_bytes} bytes); the daemon "
+                "keeps those that are named in what its next start saves of the journal, and sweeps the others"
+            )
+        elif count and not any(damage.kind == "structure" for damage in self._report.damage):
+            self._report.notes.append(
+                f"blobs named by no record, as a crash can leave them: {count} ({extents * blob_file.extent_bytes} bytes); "
                 "the daemon sweeps them after its next start"
             )
 

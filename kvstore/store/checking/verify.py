@@ -54,7 +54,11 @@ class NamespaceChecked:
 
 @dataclass(slots=True)
 class CheckReport:
-    """The outcome of a check. `more_damage` was found beyond what is listed; notes are no damage."""
+    """The outcome of a check. `more_damage` was found beyond what is listed; notes are no damage.
+
+    `unnamed_lost_pages` are lost with records of namespaces; without `all_read`, something could not be read to its end, and it is not
+    known how much more is lost.
+    """
 
     clean: bool = True
     namespaces: list[NamespaceChecked] = field(default_factory=list)
@@ -63,6 +67,8 @@ class CheckReport:
     damage: list[Damage] = field(default_factory=list)
     more_damage: int = 0
     notes: list[str] = field(default_factory=list)
+    unnamed_lost_pages: int = 0
+    all_read: bool = True
     seconds: float = 0.0
 
     def add(self, kind: DamageKind, namespace: str, what: str) -> None:
@@ -76,7 +82,7 @@ class CheckReport:
     @property
     def lost_pages(self) -> int:
         """Pages that can't be served any more."""
-        return sum(n.lost_pages for n in self.namespaces)
+        return sum(n.lost_pages for n in self.namespaces) + self.unnamed_lost_pages
 
 
 def lost_slots(space: Space, rows: Iterable[int]) -> Slots:
