@@ -29,6 +29,7 @@ from kvstore.cli.common import (
     size_text,
     table_console,
 )  # fmt: skip
+from kvstore.cli.whole_pages import all_parts, check_size, fetch
 from kvstore.errors import BadRequest, NotFound
 from kvstore_client.estimate import Costs, Estimate
 
@@ -45,16 +46,24 @@ def put(
     endpoint: EndpointOption = DEFAULT_DATA,
     as_json: JsonOption = False,
 ) -> None:
-    """Put the whole pages of a prefix; tokens past the last whole page are left out."""
+    """Put the whole pages of a prefix; tokens past the last whole page are left out.
+
+    The data is page after page. Of a hybrid model each page is all its components in order, on every page; the SDK can put less.
+    """
     ids = parse_tokens(tokens)
     with connect(endpoint) as client:
         space = client.namespace(namespace)
-        pages = len(ids) // space.spec.page_tokens
+        words = space.spec.label_words
+        pages = len(ids) // words
         if not pages:
-            raise BadRequest(f"{len(ids)} tokens do not fill a page of {space.spec.page_tokens}")
+            what = f"the digest of a page, which is {words} such numbers" if space.spec.hash_bytes else f"a page of {words}"
+            raise BadRequest(f"{len(ids)} tokens do not fill {what}")
         content = _read(data)
+        if first_page < pages:
+            check_size(space.spec, pages - first_page, len(content))
+        parts = all_parts(space.spec)
         started = time.perf_counter()
-        done = space.put(ids[: pages * space.spec.page_tokens], content, first_page=first_page, durable=durable)
+        done = space.put(ids[: pages * words], content, first_page=first_page, parts=parts, durable=durable)
         seconds = time.perf_counter() - started
     if as_json:
         print_json({"new_pages": done.new_pages, "existing_pages": done.existing_pages, "bytes": len(content), "seconds": seconds})
@@ -81,16 +90,19 @@ def get(
     endpoint: EndpointOption = DEFAULT_DATA,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch the longest prefix that is in the store. Exit code 1 if nothing of it is there, 2 for an error."""
+    """Fetch the longest prefix that is in the store. Exit code 1 if nothing of it is there, 2 for an error.
+
+    The bytes are page after page; of a hybrid model each page is those of its components, in order, that going on from the end of the
+    prefix needs: windows and states of the last pages only.
+    """
     ids = parse_tokens(tokens)
     with connect(endpoint) as client:
         space = client.namespace(namespace)
         with space.match(ids) as match:
             if not match.pages:
                 raise NotFound(f"no page of this prefix is in {namespace}")
-            content = np.empty(match.pages * space.spec.page_bytes, np.uint8)
             started = time.perf_counter()
-            space.fetch(match, content)
+            content = fetch(space, match)
             seconds = time.perf_counter() - started
             pages, matched = match.pages, match.tokens
     if str(out) == "-":

@@ -1,0 +1,39 @@
+"""The bytes of whole pages as `kvstore put` takes and `get` gives them: page after page, of each page its components in order."""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import BadRequest
+from kvstore.kvspec import KVSpec, PartRange
+from kvstore_client.blocking import Match, Namespace
+
+
+def all_parts(spec: KVSpec) -> tuple[PartRange, ...]:
+    """What is put of each page: all layers and heads of every component."""
+    return tuple(spec.whole(component) for component in range(len(spec.components)))
+
+
+def check_size(spec: KVSpec, pages: int, nbytes: int) -> None:
+    """Raise BadRequest, saying what is wanted, unless so many bytes are those of so many pages."""
+    if nbytes == pages * spec.page_bytes:
+        return
+    each = " + ".join(f"{spec.part_bytes(spec.whole(number))} ({one.kind})" for number, one in enumerate(spec.components))
+    what = f"{pages} pages of {spec.page_bytes} bytes" if pages != 1 else f"a page of {spec.page_bytes} bytes"
+    of_each = f", each its components in order: {each}" if len(spec.components) > 1 else ""
+    raise BadRequest(f"the data has {nbytes} bytes, not the {pages * spec.page_bytes} of {what}{of_each}")
+
+
+def fetch(space: Namespace, match: Match) -> npt.NDArray[np.uint8]:
+    """The bytes of all matched pages: of each the components that are needed there to go on from the end of the match.
+
+    A component that is needed on the last pages only (a window, a state) may not be stored for those before.
+    """
+    spec, found = space.spec, list[tuple[int, int, npt.NDArray[np.uint8]]]()
+    for part in all_parts(spec):
+        first, last = (0, match.pages) if spec.flat else match.pages_of(part.component)
+        out = np.empty((last - first, spec.part_bytes(part)), np.uint8)
+        space.fetch(match, out.reshape(-1), pages=(first, last), wanted=part)
+        found.append((first, last, out))
+    if len(found) == 1:
+        return found[0][2].reshape(-1)
+    return np.concatenate([out[page - first] for page in range(match.pages) for first, last, out in found if first <= page < last])
