@@ -122,6 +122,8 @@ class Config(BaseModel):
             size = getattr(self, name)
             if size and size < _MIN_TIER:
                 raise ValueError(f"{name} is {size} bytes, less than 1 MiB")
+        if self.port and self.port == self.http_port:
+            raise ValueError(f"port and http_port are both {self.port}: the data plane and HTTP each need a port of their own")
         if self.policy not in NAMES:
             raise ValueError(f"policy is {self.policy!r}: one of {', '.join(NAMES)}")
         if (self.extent + 16) % 4096:

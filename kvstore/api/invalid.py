@@ -26,14 +26,17 @@ _LIMITS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le"
 _LENGTHS = {"min_length": "at least {}", "max_length": "at most {}"}
 
 
-def explain(error: ValidationError, *, secret: bool = False) -> list[str]:
-    """A sentence for each thing that is wrong. `secret` leaves the values out."""
-    return [_sentence(one, secret=secret) for one in error.errors(include_url=False, include_input=not secret)]
+def explain(error: ValidationError, *, secret: bool = False, tagged: bool = False) -> list[str]:
+    """A sentence for each thing that is wrong. `secret` leaves the values out.
+
+    `tagged` says that the model is one of several, told apart by a tag: pydantic puts that before the names of the fields.
+    """
+    return [_sentence(one, secret=secret, skip=int(tagged)) for one in error.errors(include_url=False, include_input=not secret)]
 
 
-def _sentence(error: Any, *, secret: bool) -> str:
+def _sentence(error: Any, *, secret: bool, skip: int) -> str:
     kind, context = error["type"], error.get("ctx", {})
-    field = ".".join(str(part) for part in error["loc"])
+    field = ".".join(str(part) for part in error["loc"][skip:])
     named = field or "the body"
     if kind == "value_error":  # our own words
         own = str(context.get("error", error["msg"]))

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 from kvstore.api.invalid import explain
 from kvstore.api.models import Problem
@@ -35,7 +35,7 @@ async def body_of(request: web.Request, model: type[Body]) -> Body:
     try:
         return model.model_validate_json(await request.read())
     except ValidationError as error:
-        raise BadBody(explain(error)[0]) from error
+        raise BadBody(explain(error, tagged=issubclass(model, RootModel))[0]) from error
 
 
 def problem(status: int, code: str, detail: str, retry_after_ms: int | None = None) -> web.Response:

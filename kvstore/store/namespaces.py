@@ -1,13 +1,15 @@
 """Creating and dropping namespaces, durably."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 
 import lmdb
 
 from kvstore.errors import Conflict, DiskFailing, NoSpace
+from kvstore.kvspec import KVSpec
 from kvstore.radix.journal import Journal
 from kvstore.store.recipes.recipes import Recipes
 from kvstore.store.settings import NamespaceSettings
@@ -20,6 +22,7 @@ from kvstore.store.waits import finish_despite_cancel
 
 _SETTINGS = ("name", "recipes", "retention_s", "ttl_s", "rebuild", "lossy")
 """Of a namespace, besides what its identity is made of."""
+_SHOWN = 120
 
 
 class Namespaces:
@@ -51,16 +54,14 @@ class Namespaces:
         if space is not None:
             if replace(space.settings, prefill=settings.prefill) != settings:
                 there = space.settings
-                others = [name for name in _SETTINGS if getattr(there, name) != getattr(settings, name)]
-                raise Conflict(
-                    f"this model fingerprint and KV spec have a namespace, {there.name!r} ({space.id}); other there: {', '.join(others)}"
-                )
+                others = _differences({name: (getattr(there, name), getattr(settings, name)) for name in _SETTINGS})
+                raise Conflict(f"this model fingerprint and KV spec have a namespace, {there.name!r} ({space.id}); there {others}")
             if settings.prefill and settings.prefill != space.settings.prefill:
                 await self._put_record(space, settings)
             return space
         other = self._spaces.by_name(settings.tenant, settings.name)
         if other is not None:
-            raise Conflict(f"the name {settings.name!r} is taken by {other.id}, which has another model fingerprint or KV spec")
+            raise Conflict(f"the name {settings.name!r} is taken by {other.id}, {_identity(other.settings, settings)}")
         space = self._make(self.next_number, settings)
         self.next_number += 1
         self._spaces.add(space)
@@ -100,3 +101,32 @@ class Namespaces:
                     await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.put_namespace, space.record())
         except (lmdb.Error, OSError) as error:
             raise self._writeback.failed(error) from error
+
+
+def _identity(there: NamespaceSettings, wanted: NamespaceSettings) -> str:
+    """In what one of two namespaces of a tenant differs that makes it another one."""
+    found = []
+    if there.fingerprint != wanted.fingerprint:
+        found.append("another model fingerprint")
+    if there.spec != wanted.spec:
+        old, new = _fields(there.spec), _fields(wanted.spec)
+        found.append(f"another KV spec ({_differences({name: (old.get(name), new.get(name)) for name in old | new})})")
+    return f"which has {' and '.join(found)}"
+
+
+def _fields(spec: KVSpec) -> dict[str, object]:
+    """A KV spec's fields by name, those of its components by their number."""
+    found: dict[str, object] = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "components"}
+    for number, component in enumerate(spec.components):
+        found |= {f"components.{number}.{name}": value for name, value in asdict(component).items()}
+    return found
+
+
+def _differences(values: dict[str, tuple[object, object]]) -> str:
+    """By name, what is there and what was wanted."""
+    return ", ".join(f"{name} is {_shown(there)}, not {_shown(wanted)}" for name, (there, wanted) in values.items() if there != wanted)
+
+
+def _shown(value: object) -> str:
+    text = "missing" if value is None else json.dumps(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

@@ -51,6 +51,7 @@ def test_what_is_no_json() -> None:
     ("flags", "words"),
     [
         ({"port": 99999}, "port is 99999, not at most 65535"),
+        ({"port": 7420}, "port and http_port are both 7420: "),
         ({"log_level": "loud"}, 'log_level is "loud", not one of debug, info, warning, error'),
         ({"dram": "lots"}, "dram: 'lots' is not a size"),
         ({"shared_memory": "perhaps"}, 'shared_memory is "perhaps", not true or false'),

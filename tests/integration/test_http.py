@@ -71,7 +71,15 @@ def test_namespaces_come_and_go(http: str) -> None:
     assert ask(f"{http}/v1/namespaces", "POST", body)[0] == 200
     assert "web" in [n["name"] for n in json.loads(ask(f"{http}/v1/namespaces")[2])["items"]]
     assert json.loads(ask(f"{http}/v1/namespaces/web")[2])["spec"] == SPEC.to_dict()
-    assert problem(ask(f"{http}/v1/namespaces", "POST", body | {"fingerprint": "g"})) == (409, "conflict")
+    components = [SPEC.to_dict()["components"][0] | {"layers": 3}]
+    for changes, words in (
+        ({"fingerprint": "g"}, f"the name 'web' is taken by {name}, which has another model fingerprint"),
+        ({"spec": SPEC.to_dict() | {"components": components}}, "which has another KV spec (components.0.layers is 8, not 3)"),
+        ({"name": "other", "recipes": True}, '; there name is "web", not "other", recipes is false, not true'),
+    ):
+        answer = ask(f"{http}/v1/namespaces", "POST", body | changes)
+        assert problem(answer) == (409, "conflict")
+        assert json.loads(answer[2])["detail"].endswith(words)
     assert ask(f"{http}/v1/namespaces/{name}", "DELETE")[0] == 204
     assert problem(ask(f"{http}/v1/namespaces/{name}")) == (404, "unknown_namespace")
 
@@ -100,6 +108,19 @@ def test_match(http: str) -> None:
 )
 def test_bad_bodies(http: str, body: Any, status: int) -> None:
     assert problem(ask(f"{http}/v1/namespaces/pages/match", "POST", body)) == (status, "bad_request")
+
+
+def test_a_field_is_named_as_it_is_in_the_body(http: str) -> None:
+    for body, words in (
+        ({"tokens": [1], "foo": 1}, "foo is not known"),
+        ({"tokens_base64": "AAAA", "parts": 1}, "parts is 1, not true or false"),
+        ({"tokens": [1, "x"]}, 'tokens.1 is "x", not a whole number'),
+        ({"foo": 1}, "the body: give either tokens or tokens_base64"),
+        ([1], "the body: give either tokens or tokens_base64"),
+    ):
+        answer = ask(f"{http}/v1/namespaces/pages/match", "POST", body)
+        assert problem(answer) == (422, "bad_request")
+        assert json.loads(answer[2])["detail"].startswith(words)
 
 
 def test_bad_places(http: str) -> None:
