@@ -42,6 +42,9 @@ def check(
     data_dir: Annotated[
         Path | None, typer.Option(envvar="KVSTORE_DATA_DIR", help="The store to check; by default ~/.local/share/kvstore.")
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="TOML file, as for `kvstore serve`: its data_dir, if --data-dir is not given.")
+    ] = None,
     http: Annotated[
         str | None, typer.Option("--http", envvar="KVSTORE_HTTP", help=f"Check a running daemon's store; by default {DEFAULT_HTTP}.")
     ] = None,
@@ -54,6 +57,10 @@ def check(
     found; 2: the check could not run.
     """
     bytes_per_s = _rate(rate)
+    if data_dir is None and config is not None:
+        from kvstore.config import load_config
+
+        data_dir = load_config({}, config).data_dir
     if data_dir is None and http is not None:
         look: Callable[[Tell], dict[str, Any]] = partial(_running, http, bytes_per_s)
     elif (signal_number := go_on_in_a_child()) is not None:

@@ -200,6 +200,11 @@ def _numbers(text: str) -> "npt.NDArray[np.uint32]":
     return np.array([int(part) for part in parts], np.uint32)
 
 
+def of_several_tenants(stat: dict[str, Any]) -> bool:
+    """Whether `/v1/stat` tells of namespaces of other tenants than the token's, as it does with admin access."""
+    return any(item.get("tenant") not in (None, stat["tenant"]) for item in stat["namespaces"])
+
+
 def counted(number: int, what: str) -> str:
     """So many of something, for people: `1 page`, `2 pages`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

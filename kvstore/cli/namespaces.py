@@ -1,7 +1,7 @@
 """`kvstore ns`: namespaces."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -15,6 +15,7 @@ from kvstore.cli.common import (
     PrefillOption,
     counted,
     http_json,
+    of_several_tenants,
     print_json,
     size_text,
     table_console,
@@ -27,17 +28,19 @@ app = typer.Typer(help="Create, list, describe and drop namespaces.", no_args_is
 
 @app.command("list")
 def list_namespaces(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None:
-    """List the namespaces."""
-    items = http_json(http, "/v1/namespaces")["items"]
+    """List the namespaces of the token's tenant; with admin access those of all, each with its tenant."""
+    stat = http_json(http, "/v1/stat")
+    items = stat["namespaces"]
     if as_json:
         print_json(items)
         return
-    table = Table("name", "id", "pages", "in DRAM", "page tokens", "page bytes", "recipes")
+    tenants = of_several_tenants(stat)
+    table = Table(*(["tenant"] if tenants else []), "name", "id", "pages", "in DRAM", "page tokens", "page bytes", "recipes")
     for item in items:
         spec = KVSpec.from_dict(item["spec"])
         table.add_row(
-            item["name"], item["id"], f"{item['pages']:,}", size_text(item["dram_bytes"]), str(spec.page_tokens),
-            size_text(spec.page_bytes), "on" if item["recipes"] else "off",
+            *([item["tenant"]] if tenants else []), item["name"], item["id"], f"{item['pages']:,}", size_text(item["dram_bytes"]),
+            str(spec.page_tokens), size_text(spec.page_bytes), "on" if item["recipes"] else "off",
         )  # fmt: skip
     table_console().print(table if items else "no namespaces yet; create one with `kvstore ns create`")
 
@@ -111,8 +114,28 @@ def show(name: Annotated[str, typer.Argument(help="Name or id.")], http: HttpOpt
         return
     table = Table(show_header=False)
     for key, value in info.items():
-        table.add_row(key.replace("_", " "), str(value))
+        for name, text in _rows(key, value):
+            table.add_row(name.replace("_", " "), text)
     table_console().print(table)
+
+
+def _rows(key: str, value: Any) -> list[tuple[str, str]]:
+    """A field of a namespace for people: one row, or one for each thing in it."""
+    if key == "spec":
+        spec = KVSpec.from_dict(value)
+        plain = [(name, str(each)) for name, each in value.items() if name != "components"]
+        return [("page_bytes", size_text(spec.page_bytes)), *plain, *(("component", _component(each)) for each in spec.components)]
+    if key == "memory_bytes":
+        return [(f"memory_of_{name}", size_text(nbytes)) for name, nbytes in value.items()]
+    if isinstance(value, bool):
+        return [(key, "yes" if value else "no")]
+    return [(key, size_text(value) if key.endswith("_bytes") else str(value))]
+
+
+def _component(of: Component) -> str:
+    window = f" over {counted(of.window, 'token')}" if of.window else ""
+    heads = f"{counted(of.kv_heads, 'KV head')} of {of.head_dim} {of.dtype}"
+    return f"{of.kind}{window}: {counted(of.layers, 'layer')}, {heads}, {counted(of.planes, 'plane')}"
 
 
 @app.command()

@@ -48,6 +48,8 @@ def pin(
     as_json: JsonOption = False,
 ) -> None:
     """Keep a prefix from being evicted for some time. Exit code 1 if nothing of it is there, 2 for an error."""
+    if not ttl > 0:
+        raise BadRequest(f"--ttl is {ttl:g}: give the seconds that it lasts, more than 0")
     ids = parse_tokens(tokens)
     with connect(endpoint) as client:
         number, pages = client.namespace(namespace).pin(ids, ttl)

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from kvstore.api.request_stats import quantile_s
-from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, print_json, size_text, table_console
+from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, of_several_tenants, print_json, size_text, table_console
 
 _RATES = (
     ("matches", "matches/s", False),
@@ -132,9 +132,11 @@ def _time_text(seconds: float | None) -> str:
 
 
 def _namespaces(stat: dict[str, Any]) -> Table:
-    table = Table("namespace", "id", "pages", "blobs", "in DRAM")
+    tenants = of_several_tenants(stat)
+    table = Table(*(["tenant"] if tenants else []), "namespace", "id", "pages", "blobs", "in DRAM")
     for item in stat["namespaces"]:
-        table.add_row(item["name"], item["id"], f"{item['pages']:,}", f"{item['blobs']:,}", size_text(item["dram_bytes"]))
+        cells = (item["name"], item["id"], f"{item['pages']:,}", f"{item['blobs']:,}", size_text(item["dram_bytes"]))
+        table.add_row(*([item["tenant"]] if tenants else []), *cells)
     return table
 
 

@@ -39,7 +39,7 @@ def why(
     raw = parse_tokens(tokens).astype("<u4").tobytes()
     body = {"tokens_base64": b64encode(raw).decode("ascii"), "first_page": first_page}
     told = http_json(http, f"/v1/namespaces/{quote(namespace, safe='')}/why", method="POST", body=body)
-    nothing = NotFound(f"{counted(told['pages'], 'page')} of this prefix in {namespace}, none from page {first_page} on")
+    nothing = NotFound(_nothing(namespace, told["pages"], first_page))
     if not told["found"]:
         raise nothing
     if as_json:
@@ -48,6 +48,13 @@ def why(
         _show(told)
     if all(page["gone"] for page in told["found"]):
         raise nothing
+
+
+def _nothing(namespace: str, pages: int, first_page: int) -> str:
+    """What is said where no page is there of those asked about; `pages` are there of the whole prefix."""
+    if not pages:
+        return f"no page of this prefix is in {namespace}"
+    return f"{counted(pages, 'page')} of this prefix {'is' if pages == 1 else 'are'} in {namespace}, but none from page {first_page} on"
 
 
 def _show(told: dict[str, Any]) -> None:

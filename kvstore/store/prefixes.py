@@ -91,7 +91,7 @@ class Prefixes:
 
         Of a flat namespace that is what is there of a list.
         """
-        self._pins.check_time(ttl_s)
+        self._pins.check_time(ttl_s, "ttl_s")
         paths = [path for its in each_prefix(space, tokens, extras) if (path := usable_path(space, *its)).pages]
         if not paths:
             raise NotFound("nothing of this prefix is in the store: there is nothing to pin")

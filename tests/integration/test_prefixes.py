@@ -192,7 +192,7 @@ def test_commands(daemon: DaemonProcess, namespace: Namespace, tokens: Tokens, t
     [
         (("pin", "nope", "-t", "1,2,3,4", "--ttl", "1"), "unknown_namespace"),
         (("pin", "pages", "-t", "", "--ttl", "1"), "can't read tokens"),
-        (("pin", "pages", "-t", "1,2,3,4", "--ttl", "-1"), "it lasts more than 0"),
+        (("pin", "pages", "-t", "1,2,3,4", "--ttl", "-1"), "--ttl is -1: give the seconds"),
         (("abandon", "pages", "--session", "s", "--from-token", "4"), "either --tokens"),
     ],
 )

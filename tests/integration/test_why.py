@@ -52,7 +52,9 @@ def test_pages_in_use_and_abandoned_ones_are_explained(daemon: DaemonProcess) ->
     assert str(len(used)) in shown.stdout
 
 
-@pytest.mark.parametrize(("arguments", "code", "says"), [((), 1, "0 pages of this prefix"), (("--first-page", "-1"), 2, "first-page")])
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"), [((), 1, "no page of this prefix is in"), (("--first-page", "-1"), 2, "first-page")]
+)
 def test_what_is_not_there(daemon: DaemonProcess, arguments: tuple[str, ...], code: int, says: str) -> None:
     done = ask(daemon, 999_000, *arguments)
     assert done.returncode == code

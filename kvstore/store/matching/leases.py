@@ -98,10 +98,10 @@ class Leases:
         lease.expires = now + ttl_s
         return lease
 
-    def check_time(self, ttl_s: float) -> None:
-        """Raise BadRequest unless a lease may last so long."""
+    def check_time(self, ttl_s: float, name: str = "lease_s") -> None:
+        """Raise BadRequest, naming the argument, unless a lease may last so long."""
         if not 0 < ttl_s <= self._max_s:
-            raise BadRequest(f"it lasts more than 0 and up to {self._max_s:.0f} s, not {ttl_s}")
+            raise BadRequest(f"{name} is {ttl_s:g}: it is more than 0 and up to {self._max_s:.0f} (seconds)")
 
     def release(self, lease: Lease) -> None:
         """End a lease."""

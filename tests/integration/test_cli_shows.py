@@ -1,0 +1,63 @@
+"""What the commands print of namespaces, of a store by its configuration file, and of what is not there."""
+
+from pathlib import Path
+
+import pytest
+
+from kvstore_client import Client
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import SPEC, content, context, open_namespace
+from tests.integration.secured import ADMIN, ALICE, BOB, write_tokens
+from tests.integration.test_check import check
+from tests.integration.test_cli import as_json, kvstore
+
+
+def test_admin_access_shows_the_namespaces_of_all_by_tenant(data_dir: Path) -> None:
+    tokens = write_tokens(data_dir.parent / "tokens.toml")
+    with DaemonProcess(data_dir, "--dram", "16MiB", "--ssd", "64MiB", "--tokens-file", str(tokens)) as daemon:
+        assert "no namespaces yet" in kvstore(daemon, "--token", ADMIN, "ns", "list").stdout
+        for token, name in ((ALICE, "of-alice"), (BOB, "of-bob")):
+            with Client(daemon.endpoint, token=token) as client:
+                open_namespace(client, name)
+        for command in (("ns", "list"), ("status",)):
+            shown = kvstore(daemon, "--token", ADMIN, *command).stdout
+            assert all(words in shown for words in ("tenant", "alice", "of-alice", "bob", "of-bob")), shown
+            shown = kvstore(daemon, "--token", ALICE, *command).stdout
+            assert "of-alice" in shown
+            assert "bob" not in shown
+            assert "tenant" not in shown
+        listed = as_json(kvstore(daemon, "--token", ADMIN, "ns", "list", "--json"))
+        assert {(item["tenant"], item["name"]) for item in listed} == {("alice", "of-alice"), ("bob", "of-bob")}
+
+
+def test_a_namespace_is_shown_in_rows_that_fit_a_screen(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        client.namespace("shown", "rev-of-shown", SPEC, recipes=True)
+    shown = kvstore(daemon, "ns", "show", "shown").stdout
+    assert "full: 8 layers, 2 KV heads of 64 bf16, 2 planes" in shown
+    assert "{" not in shown
+    assert max(map(len, shown.splitlines())) < 100
+
+
+def test_a_stopped_store_is_found_by_the_configuration_of_its_daemon(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, "--dram", "16MiB", "--ssd", "64MiB") as daemon, Client(daemon.endpoint) as client:
+        open_namespace(client).put(context(1), content(context(1)), durable=True)
+    file = data_dir.parent / "kvstore.toml"
+    file.write_text(f'data_dir = "{data_dir}"\n')
+    done = check("--config", str(file))
+    assert (done.returncode, "4 pages" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert check("--config", str(data_dir / "nowhere.toml")).returncode == 2
+
+
+@pytest.mark.parametrize("ttl", ["0", "-1", "nan"])
+def test_a_pin_without_a_time_names_the_argument(daemon: DaemonProcess, ttl: str) -> None:
+    done = kvstore(daemon, "pin", "pages", "-t", "1,2,3,4", "--ttl", ttl)
+    assert (done.returncode, "--ttl is" in done.stderr) == (2, True), done.stderr
+
+
+def test_what_is_there_before_the_pages_asked_about_is_told(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        open_namespace(client).put(context(7_000), content(context(7_000)))
+    tokens = ",".join(map(str, context(7_000).tolist()))
+    done = kvstore(daemon, "why", "pages", "-t", tokens, "--first-page", "9")
+    assert (done.returncode, "4 pages of this prefix are in pages, but none from page 9 on" in done.stderr) == (1, True), done.stderr
