@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from rich.table import Table
 from kvstore.api.request_stats import quantile_s
 from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, of_several_tenants, print_json, size_text, table_console
 
+_FIRST_S = 1.0
 _RATES = (
     ("matches", "matches/s", False),
     ("fetch_bytes", "fetched", True),
@@ -45,48 +47,37 @@ def top(
     as_json: JsonOption = False,
 ) -> None:
     """Watch a daemon live: tiers, rates and namespaces. Ctrl-C ends it. With --json a line a look, in a pipe tables in a row."""
-    if as_json:
-        with contextlib.suppress(KeyboardInterrupt):
-            _top_json(http, interval, count)
-        return
-    last: dict[str, Any] | None = None
-    last_time = 0.0
-    looks = 0
-    console = table_console()
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
+        if as_json:
+            for stat, last, seconds in _looks(http, interval, count):
+                rates = {name: (value - last["totals"][name]) / seconds for name, value in stat.get("totals", {}).items()}
+                print(json.dumps(stat | {"time": time.time(), "per_s": rates}), flush=True)
+            return
+        console = table_console()
         with Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext() as live:
-            while not count or looks < count:
-                now, stat = time.monotonic(), http_json(http, "/v1/stat")
-                rates = [_rates(stat, last, now - last_time), _requests(stat, last)] if "totals" in stat else []  # else no admin access
-                tables = Group(_tiers(stat), *rates, _namespaces(stat))
+            for stat, last, seconds in _looks(http, interval, count):
+                of_all = [_rates(stat, last, seconds), _requests(stat, last)] if "totals" in stat else []  # else no admin access
+                tables = Group(_tiers(stat), *of_all, _namespaces(stat))
                 if live is not None:
                     live.update(tables)
                 else:
-                    console.print(tables)
+                    console.print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), tables)
                     console.file.flush()
-                last, last_time = stat, now
-                looks += 1
-                if looks != count:
-                    time.sleep(interval)
-    except KeyboardInterrupt:
-        return
 
 
-def _top_json(http: str, interval: float, count: int) -> None:
-    """One line of JSON a look: what `/v1/stat` says, and the totals of a second since the look before."""
-    last: dict[str, Any] | None = None
-    last_time = 0.0
+def _looks(http: str, interval: float, count: int) -> Iterator[tuple[dict[str, Any], dict[str, Any], float]]:
+    """What `/v1/stat` says at each look, what it said at the one before, and the seconds between them.
+
+    It is asked once before the first look, for rates that are those of now.
+    """
+    last, last_time = http_json(http, "/v1/stat"), time.monotonic()
     looks = 0
     while not count or looks < count:
-        now, stat = time.monotonic(), http_json(http, "/v1/stat")
-        rates = {
-            name: 0.0 if last is None else (stat["totals"][name] - last["totals"][name]) / (now - last_time) for name in stat["totals"]
-        }
-        print(json.dumps(stat | {"per_s": rates}), flush=True)
+        time.sleep(interval if looks else min(interval, _FIRST_S))
+        stat, now = http_json(http, "/v1/stat"), time.monotonic()
+        yield stat, last, now - last_time
         last, last_time = stat, now
         looks += 1
-        if looks != count:
-            time.sleep(interval)
 
 
 def _tiers(stat: dict[str, Any]) -> Table:
@@ -97,11 +88,11 @@ def _tiers(stat: dict[str, Any]) -> Table:
     return table
 
 
-def _rates(stat: dict[str, Any], last: dict[str, Any] | None, seconds: float) -> Table:
+def _rates(stat: dict[str, Any], last: dict[str, Any], seconds: float) -> Table:
     table = Table(*(title for _, title, _ in _RATES), "leases", "puts open", "backlog", "clients")
     cells = []
     for field, _, is_bytes in _RATES:
-        rate = 0.0 if last is None else (stat["totals"][field] - last["totals"][field]) / seconds
+        rate = (stat["totals"][field] - last["totals"][field]) / seconds
         cells.append(f"{size_text(rate)}/s" if is_bytes else f"{rate:.0f}")
     table.add_row(
         *cells, str(stat["leases"]), str(stat["puts_open"]), str(stat["writeback_backlog_pages"]), str(stat["sessions"])
@@ -109,9 +100,9 @@ def _rates(stat: dict[str, Any], last: dict[str, Any] | None, seconds: float) ->
     return table
 
 
-def _requests(stat: dict[str, Any], last: dict[str, Any] | None) -> Table:
-    """Requests since the last look, or since the start, and what they took."""
-    table = Table("requests", "", "p50", "p99")
+def _requests(stat: dict[str, Any], last: dict[str, Any] | None) -> Table | str:
+    """Requests since the last look, or since the start, and what they took: estimates, as they are read off buckets that double."""
+    table = Table("requests", "", "p50 (about)", "p99 (about)")
     for kind, times in stat["requests"].items():
         counts = times["buckets"]
         if last is not None and kind in last["requests"]:
@@ -122,7 +113,7 @@ def _requests(stat: dict[str, Any], last: dict[str, Any] | None) -> Table:
         count -= last["errors"].get(code, 0) if last is not None else 0
         if count:
             table.add_row(f"error: {code}", f"{count:,}")
-    return table
+    return table if table.row_count else f"no requests {'yet' if last is None else 'since the last look'}"
 
 
 def _time_text(seconds: float | None) -> str:

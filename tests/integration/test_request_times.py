@@ -1,8 +1,12 @@
 """What requests took, and which errors there were, as an operator sees them."""
 
+import json
+import re
 import subprocess
 import sys
+import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -43,4 +47,29 @@ def test_requests_and_errors_are_shown_wherever_one_looks(daemon: DaemonProcess)
     assert "fetch" in shown
     assert "p99" in shown
     assert "error: unknown_namespace" in shown
-    assert "p99" in look("top", "--http", daemon.http, "--count", "2", "--interval", "0.1")
+    assert look("top", "--http", daemon.http, "--count", "2", "--interval", "0.1").count("no requests since the last look") == 2
+
+
+def test_the_first_look_of_top_has_the_rates_of_now(daemon: DaemonProcess) -> None:
+    over, before = threading.Event(), stat(daemon.http)["totals"]["matches"]
+
+    def use() -> None:
+        with Client(daemon.endpoint) as client:
+            namespace = open_namespace(client)
+            while not over.is_set():
+                namespace.match(context(1), lease_s=0)
+
+    with ThreadPoolExecutor(1) as pool:
+        using = pool.submit(use)
+        try:
+            while stat(daemon.http)["totals"]["matches"] == before:
+                assert not using.done()
+            words = ("top", "--http", daemon.http, "--count", "1", "--interval", "0.3")
+            told, shown = json.loads(look(*words, "--json")), look(*words)
+        finally:
+            over.set()
+        using.result()
+    assert told["per_s"]["matches"] > 0
+    assert told["time"] > 0
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}\n", shown), shown
+    assert "p99 (about)" in shown
