@@ -82,6 +82,13 @@ def test_each_check_sees_what_is_wrong(check: c.Check, changes: dict[str, Any], 
     assert bool(finding.mend) == (verdict != "ok")
 
 
+@pytest.mark.parametrize(("kernel", "value"), [((6, 1), "never, but they are asked for one by one"), ((5, 15), "never")])
+def test_huge_pages_that_are_never_given_unasked(kernel: tuple[int, int], value: str) -> None:
+    finding = c.shmem_huge_pages(replace(GOOD, shmem_huge="never", kernel=kernel))
+    assert finding is not None
+    assert finding.value == value
+
+
 def test_every_check_is_tried_and_unknown_facts_are_not_judged() -> None:
     assert {check for check, *_ in BAD} == set(CHECKS)
     names = ("shmem_huge", "anonymous_huge", "max_maps", "overcommit", "clock", "disk", "loopback")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvstore.cli.common import JsonOption, print_json
+from kvstore.cli.common import JsonOption, counted, print_json
 from kvstore.errors import BadRequest
 
 _COLOUR = {"ok": "green", "warn": "yellow", "bad": "red"}
@@ -50,5 +50,5 @@ def doctor(
                 console.print(f"       {finding.why}", markup=False)
                 console.print(f"       mend: {finding.mend}", markup=False)
         counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in _COLOUR}
-        console.print(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['bad']} bad")
+        console.print(f"{counts['ok']} ok, {counted(counts['warn'], 'warning')}, {counts['bad']} bad")
     raise typer.Exit(1 if worst(findings) == "bad" else 0)

@@ -149,8 +149,9 @@ def shmem_huge_pages(facts: Facts) -> Finding | None:
     if facts.shmem_huge is None:
         return None
     off = facts.shmem_huge == "deny" or (facts.shmem_huge == "never" and facts.kernel < (6, 1))
+    value = "never, but they are asked for one by one" if facts.shmem_huge == "never" and not off else facts.shmem_huge
     return Finding(
-        "huge pages for segments", "warn" if off else "ok", facts.shmem_huge,
+        "huge pages for segments", "warn" if off else "ok", value,
         "segments ask for huge pages; with small ones they are made six times as slowly, and copies cost more address translation",
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" if off else "",
     )  # fmt: skip
