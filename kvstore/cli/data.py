@@ -29,7 +29,7 @@ from kvstore.cli.common import (
     size_text,
     table_console,
 )  # fmt: skip
-from kvstore.cli.whole_pages import all_parts, check_size, fetch
+from kvstore.cli.whole_pages import all_parts, asked_tokens, check_size, fetch
 from kvstore.errors import BadRequest, NotFound
 from kvstore_client.estimate import Costs, Estimate
 
@@ -115,7 +115,8 @@ def get(
     if as_json:
         print_json({"pages": pages, "tokens": matched, "bytes": len(content), "seconds": seconds})
     else:
-        typer.echo(f"{counted(pages, 'page')} ({matched} of {len(ids)} tokens), {size_text(len(content))} in {seconds * 1000:.1f} ms")
+        of = f"{matched} of {asked_tokens(space.spec, ids)} tokens"
+        typer.echo(f"{counted(pages, 'page')} ({of}), {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 
 @misses
@@ -137,12 +138,12 @@ def match(
     with connect(endpoint) as client:
         space = client.namespace(namespace)
         found = space.match(ids, lease_s=0, estimate=costs if estimate or costs != Costs() else False)
-        pages, matched, in_dram = found.pages, found.tokens, found.dram_pages
+        pages, matched, in_dram, asked = found.pages, found.tokens, found.dram_pages, asked_tokens(space.spec, ids)
     if as_json:
         told = {} if found.estimate is None else {"estimate": asdict(found.estimate)}
-        print_json({"pages": pages, "tokens": matched, "asked_tokens": len(ids), "dram_pages": in_dram, **told})
+        print_json({"pages": pages, "tokens": matched, "asked_tokens": asked, "dram_pages": in_dram, **told})
     else:
-        typer.echo(f"{matched} of {len(ids)} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} only on SSD")
+        typer.echo(f"{matched} of {asked} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} only on SSD")
         if found.estimate is not None:
             _show(found.estimate, matched)
     if not pages:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvstore.cli.common import print_json, size_text, table_console
+from kvstore.cli.common import counted, print_json, size_text, table_console
 from kvstore.errors import BadRequest
 from kvstore.lab.compare import SWEEP_PERCENT, Comparison, size_for
 from kvstore.lab.compare import Progress as Told
@@ -164,9 +164,9 @@ def _write(result: dict[str, Any], path: Path | None) -> None:
 
 def _show(comparison: Comparison, rows: list[Row], result: dict[str, Any]) -> None:
     console = table_console()
-    skipped = f", {result['skipped_lines']} bad lines left out" if result["skipped_lines"] else ""
+    skipped = f", {counted(result['skipped_lines'], 'bad line')} left out" if result["skipped_lines"] else ""
     console.print(
-        f"{result['trace']}: {result['requests']:,} requests, {result['page_accesses']:,} page accesses, "
+        f"{result['trace']}: {counted(result['requests'], 'request')}, {result['page_accesses']:,} page accesses, "
         f"{result['unique_pages']:,} different pages{skipped}; with room for all of them {100 * result['unlimited']:.1f}% of tokens hit"
     )
     several = any(row.ssd_bytes for row in rows)

@@ -60,9 +60,8 @@ def _nothing(namespace: str, pages: int, first_page: int) -> str:
 def _show(told: dict[str, Any]) -> None:
     console = table_console()
     gone, about = f", {told['gone']} after them are gone" if told["gone"] else "", "about " if told["estimated"] else ""
-    console.print(
-        f"{counted(told['pages'], 'page')} there{gone}; policy {told['policy']}; {about}{told['candidates']} pages can leave DRAM"
-    )
+    candidates = f"{about}{counted(told['candidates'], 'page')} can leave DRAM"
+    console.print(f"{counted(told['pages'], 'page')} there{gone}; policy {told['policy']}; {candidates}")
     rows = Table("pages", "tiers", "uses", "idle", "gap", "chance", "decision")
     for _, group in groupby(told["found"], key=_alike):
         pages = list(group)

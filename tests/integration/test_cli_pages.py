@@ -10,7 +10,7 @@ from tests.integration.test_cli import as_json, kvstore
 
 HYBRID = KVSpec(4, (Component("full", 2, 1, 8), Component("window", 1, 1, 8, window=5), Component("state", 1, 1, 16)))
 FULL, WINDOW, STATE = (HYBRID.part_bytes(HYBRID.whole(component)) for component in range(3))
-CHAIN = KVSpec(4, (Component("full", 2, 1, 8),), hash_bytes=16)
+CHAIN = KVSpec(64, (Component("full", 2, 1, 8),), hash_bytes=16)
 
 
 def made(daemon: DaemonProcess, name: str, spec: KVSpec) -> None:
@@ -43,5 +43,6 @@ def test_pages_that_are_labelled_with_digests(daemon: DaemonProcess, tmp_path: P
     assert as_json(kvstore(daemon, "put", "cli-digests", *labels, "-d", str(tmp_path / "in"), "--json"))["new_pages"] == 2
     assert as_json(kvstore(daemon, "get", "cli-digests", *labels, "-o", str(tmp_path / "out"), "--json"))["pages"] == 2
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
+    assert kvstore(daemon, "match", "cli-digests", *labels).stdout.startswith("128 of 128 tokens: 2 pages")
     done = kvstore(daemon, "put", "cli-digests", "-t", "1,2,3", "-d", str(tmp_path / "in"))
     assert "3 tokens do not fill the digest of a page, which is 4 such numbers" in done.stderr

@@ -89,7 +89,7 @@ def test_skipped_lines_are_counted(tmp_path: Path) -> None:
     assert "line 10" in simulate(str(path)).stderr
     done = simulate(str(path), "--skip-bad")
     assert done.returncode == 0, done.stderr
-    assert "1 bad lines left out" in done.stdout
+    assert "1 bad line left out" in done.stdout
 
 
 def test_tokens_and_seconds_are_those_of_the_hits() -> None:
