@@ -35,7 +35,7 @@ ALLOWED = {
     "kvstore/radix": {"kvstore.radix", *BELOW},
     "kvstore/tiers": {"kvstore.hints", "kvstore.threads", "kvstore.tiers", *BELOW},
     "kvstore/api/wire": {"kvstore.api.wire", "kvstore.digests", "kvstore.drift", "kvstore.errors", "kvstore.hints", "kvstore.kvspec"},
-    "clients/kvstore_client": {"kvstore.api.wire", "kvstore.memfds", "kvstore_client"},
+    "clients/kvstore_client": {"kvstore.api.wire", "kvstore.machine", "kvstore.memfds", "kvstore_client"},
     "clients/kvstore_connectors": {"kvstore.api.wire", "kvstore_client", "kvstore_connectors"},
     "kvstore/tiers/__init__.py": set(),
     "clients/kvstore_workers": {"kvstore.api.wire", "kvstore.tiers.hbm", "kvstore_client", "kvstore_workers"},

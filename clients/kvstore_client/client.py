@@ -176,12 +176,16 @@ class AsyncClient:
     def buffer(self, nbytes: int) -> SharedBuffer:
         """Memory to compute pages in: what lies in its `array` is put without being sent, if the daemon is on this machine.
 
-        Its memory is made here (0.1 s a GiB, see SharedBuffer). Raises NoSpace if the system has no room for it.
+        The first 64 MiB of its memory are made here, which holds up the loop for some hundredths of a second; the rest is made as it is
+        touched, or by `await asyncio.to_thread(buffer.populate)` (see SharedBuffer). It lasts until nobody has it, or a view of it, any
+        more, or until `drop_buffer`. Raises NoSpace if more is asked for than is available, or no descriptor is left.
         """
+        if self._pool.closed:
+            raise BadRequest("this client was closed")
         return self._buffers.make(nbytes)
 
     async def drop_buffer(self, buffer: SharedBuffer) -> None:
-        """Give a buffer up; the end of the client does that, too."""
+        """Give a buffer up now; the end of the client does that, too. Its `array` is gone then; views of it keep their memory."""
         await self._buffers.drop(buffer)
 
     @property

@@ -134,12 +134,12 @@ class _NearPut:
         """Where a batch is copied from, and the number of that buffer: it is put on the stage if it is not in a buffer already."""
         place = await self._buffers.stage(sum(frame.nbytes for frame in batch), within=lent)
         try:
-            number = await self._buffers.number(self._connection, place.buffer)
-            if place.staged:
+            number = await self._buffers.number(self._connection, place.memory)
+            if place.stage is not None:
                 at = place.offset
                 for frame in batch:
                     start = frame.slices[0][0]
-                    np.copyto(place.buffer.array[at : at + frame.nbytes], self._data[start : start + frame.nbytes])
+                    np.copyto(place.stage[at : at + frame.nbytes], self._data[start : start + frame.nbytes])
                     at += frame.nbytes
         except BaseException:
             self._buffers.unstage(place)
@@ -187,7 +187,7 @@ class _NearPut:
     def _request(self, batch: list[SliceFrame], place: Place, number: int) -> tuple[Copy, bytes]:
         parts, at = [], place.offset
         for frame in batch:
-            offset = at if place.staged else place.offset + frame.slices[0][0]
+            offset = at if place.stage is not None else place.offset + frame.slices[0][0]
             parts.append(CopiedPart(frame.page, frame.part, frame.first_slice, offset))
             at += frame.nbytes
         return Copy(handle=self._commit.handle, buffer=number, slices=[len(frame.slices) for frame in batch]), pack_copies(parts)

@@ -226,7 +226,7 @@ def test_the_sdk_says_what_is_wrong_before_anything_is_sent(daemon: DaemonProces
             namespace.match(context(1), estimate=None)  # type: ignore[arg-type]
         with pytest.raises(BadRequest, match="prefill_us = 'x', which is no number"):
             Costs("x")  # type: ignore[arg-type]
-        for nbytes in ("64MiB", 0, -1, 2.5):
+        for nbytes in ("64MiB", 0, -1, 2.5, True):
             with pytest.raises(BadRequest, match="whole number of bytes"):
                 client.buffer(nbytes)  # type: ignore[arg-type]
         for nbytes in (1 << 50, 1 << 70):

@@ -1,0 +1,157 @@
+"""Buffers of a client: their memory, and when it goes back."""
+
+import asyncio
+import gc
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.machine import read_memory
+from kvstore_client import AsyncClient, BadRequest, Client, NoSpace, SharedBuffer
+from kvstore_client.buffers import AT_ONCE_BYTES
+from kvstore_client.namespace import Namespace
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.near_memory.pages import SPEC, copied, fetched, random_pages, tokens
+
+
+def maps_of(pid: int) -> int:
+    """Buffers that a process maps, each perhaps in several stretches."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if "memfd:kvstore-buffer" in line})
+
+
+def descriptors() -> int:
+    return sum("memfd:kvstore-buffer" in str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+
+
+async def wait_until_the_daemon_maps(daemon: DaemonProcess, count: int) -> None:
+    async with asyncio.timeout(5):
+        while maps_of(daemon.pid) != count:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_buffer_that_nobody_has_any_more_goes_here_and_in_the_daemon(
+    daemon: DaemonProcess, client: AsyncClient, namespace: Namespace
+) -> None:
+    mine, theirs, files = maps_of(os.getpid()), maps_of(daemon.pid), descriptors()
+    data = random_pages(1, 3)
+    buffer = client.buffer(len(data))
+    view = buffer.array[:]
+    view[:] = data
+    del buffer
+    before = copied(daemon)
+    await namespace.put(tokens(1, 3), view)
+    assert copied(daemon) == before + len(data), "a view of it is not known as a part of it any more"
+    assert np.array_equal(await fetched(namespace, 1, 3), data)
+    assert (maps_of(os.getpid()), maps_of(daemon.pid), descriptors()) == (mine + 1, theirs + 1, files + 1)
+    del view
+    gc.collect()
+    assert (maps_of(os.getpid()), descriptors()) == (mine, files)
+    await wait_until_the_daemon_maps(daemon, theirs)
+    client.buffer(4096)
+    assert (maps_of(os.getpid()), descriptors()) == (mine, files), "it was never lent"
+    again = client.buffer(len(data))
+    again.array[:] = random_pages(2, 3)
+    await namespace.put(tokens(2, 3), again.array)
+    assert np.array_equal(await fetched(namespace, 2, 3), random_pages(2, 3))
+
+
+async def test_a_buffer_that_was_dropped_says_so(daemon: DaemonProcess, client: AsyncClient, namespace: Namespace) -> None:
+    theirs, files = maps_of(daemon.pid), descriptors()
+    data = random_pages(3, 1)
+    buffer = client.buffer(len(data))
+    buffer.array[:] = data
+    view = buffer.array
+    await namespace.put(tokens(3, 1), view)
+    assert repr(buffer) == f"<SharedBuffer of {len(data):,} bytes>"
+    async with AsyncClient(daemon.endpoint) as other:
+        with pytest.raises(BadRequest, match="of another client"):
+            await other.drop_buffer(buffer)
+    assert not buffer.dropped
+    await asyncio.gather(client.drop_buffer(buffer), client.drop_buffer(buffer))
+    await client.drop_buffer(buffer)
+    assert repr(buffer).endswith("bytes, dropped>")
+    assert descriptors() == files
+    await wait_until_the_daemon_maps(daemon, theirs)
+    for call in (lambda: buffer.array, buffer.populate):
+        with pytest.raises(BadRequest, match="this buffer was dropped"):
+            call()
+    assert np.array_equal(view, data), "a view keeps its memory"
+    await namespace.put(tokens(4, 1), view)
+    assert np.array_equal(await fetched(namespace, 4, 1), data)
+    for wrong in (None, view):
+        with pytest.raises(BadRequest, match=r"^buffer is .*, not a SharedBuffer"):
+            await client.drop_buffer(wrong)  # type: ignore[arg-type]
+
+
+def test_more_than_there_is_is_refused_before_it_is_made(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedBuffer, "__init__", lambda *_: pytest.fail("it was made"))
+    with Client(daemon.endpoint) as client, pytest.raises(NoSpace, match=r"no memory for a buffer of \d+ bytes: \d+ (are|its)"):
+        client.buffer(2 * read_memory().available)
+
+
+def test_no_descriptor_is_not_no_memory(daemon: DaemonProcess) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Client(daemon.endpoint) as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())), limits[1]))
+        taken: list[SharedBuffer] = []
+        try:
+            with pytest.raises(NoSpace, match=r"no (file descriptor|memory) for a buffer.*ulimit"):
+                taken.extend(client.buffer(1) for _ in range(200))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def huge(buffer: SharedBuffer) -> int:
+    return os.fstat(buffer.descriptor).st_blocks * 512
+
+
+async def test_the_loop_does_not_wait_for_a_large_one(client: AsyncClient) -> None:
+    nbytes = AT_ONCE_BYTES + (32 << 20)
+    buffer = client.buffer(nbytes)
+    made = huge(buffer)
+    assert made <= AT_ONCE_BYTES
+    buffer.array[-1] = 7
+    await asyncio.to_thread(buffer.populate)
+    assert huge(buffer) == nbytes
+    assert buffer.array[-1] == 7
+
+
+def test_a_blocking_client_makes_all_of_it_and_refuses_when_it_is_closed_or_forked(daemon: DaemonProcess) -> None:
+    client = Client(daemon.endpoint)
+    buffer = client.buffer(AT_ONCE_BYTES + (4 << 20))
+    assert huge(buffer) == buffer.nbytes
+    if not (child := os.fork()):
+        try:
+            client.buffer(4096)
+        except BadRequest as error:
+            os._exit("this is a fork" in error.message)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    client.close()
+    assert buffer.dropped
+    with pytest.raises(BadRequest, match="this client was closed"):
+        client.buffer(4096)
+
+
+async def test_a_closed_client_makes_none(daemon: DaemonProcess) -> None:
+    async with AsyncClient(daemon.endpoint) as client:
+        pass
+    with pytest.raises(BadRequest, match="this client was closed"):
+        client.buffer(4096)
+
+
+def test_a_buffer_that_outlives_its_client_goes_quietly(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    before = descriptors()
+    with Client(daemon.endpoint) as client:
+        namespace = client.namespace("outlived", "rev-1", SPEC)
+        view = client.buffer(2 * SPEC.page_bytes).array
+        view[:] = random_pages(5, 2)
+        namespace.put(tokens(5, 2), view)
+        namespace.drop()
+    del view
+    assert descriptors() == before
+    assert not capsys.readouterr().err
