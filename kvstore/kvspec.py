@@ -181,7 +181,11 @@ class KVSpec:
 
     def part_bytes(self, part: PartRange) -> int:
         """Payload bytes of one page's part."""
-        return (part.layer_hi - part.layer_lo) * self.layer_bytes(part)
+        try:
+            return (part.layer_hi - part.layer_lo) * self.layer_bytes(part)
+        except (AttributeError, IndexError, TypeError):
+            self.check_range(part)
+            raise
 
     def _slice_count(self, part: PartRange) -> int:
         layer, layers = self.layer_bytes(part), part.layer_hi - part.layer_lo

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, ParamSpec, TypeVar, cast
 
 from kvstore.api.wire import DIGEST_BYTES, BadRequest, Hints, KVSpec, PartRange
+from kvstore_client.times import FOR_EVER_S
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,14 +66,14 @@ def instance(kind: type, expected: str = "", *, optional: bool = True) -> Kind:
 
 
 def _seconds(value: Any) -> float:
-    if not isinstance(value, Real):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError
     return value if isinstance(value, int) else float(value)
 
 
 def _bound(value: Any) -> float:
     seconds = _seconds(value)
-    if seconds != seconds:
+    if not seconds >= 0:
         raise ValueError
     return seconds
 
@@ -81,7 +82,7 @@ def _above_0(value: Any) -> float:
     seconds = _bound(value)
     if seconds <= 0:
         raise ValueError
-    return seconds
+    return min(seconds, FOR_EVER_S)
 
 
 def _flag(value: Any) -> bool:
@@ -147,12 +148,12 @@ def _tls(value: Any) -> Any:
 
 
 SECONDS = Kind("a number of seconds", _seconds, fine=(float, int))
-BOUND = Kind("a number of seconds", _bound)
+BOUND = Kind("a number of seconds, 0 or more", _bound)
 TIMEOUT = Kind("a number of seconds above 0", _above_0)
 WHOLE = Kind("a whole number", operator.index, fine=(int,))
 FLAG = Kind("True or False", _flag, fine=(bool,))
 TEXT = instance(str, "text", optional=False)
-PART = Kind("a PartRange, such as spec.whole(0)", _part, optional=True)
+PART = Kind("a PartRange of whole numbers, such as spec.whole(0)", _part, optional=True)
 ENDPOINT = Kind(
     "HOST:PORT, tls://HOST:PORT or unix:PATH, or a list of such",
     lambda value: value if isinstance(value, str) else _names(value),
@@ -161,7 +162,7 @@ ENDPOINT = Kind(
 ADDRESSES = Kind("a list of addresses of this machine", _names)
 TLS = Kind("an ssl.SSLContext, True or False", _tls, optional=True)
 PUT_ID = Kind(f"{DIGEST_BYTES} bytes, such as secrets.token_bytes({DIGEST_BYTES}), the same for all shards", _digest)
-_CALL = Kind("a function to call", _callable, optional=True)
+FUNCTION = Kind("a function to call", _callable)
 
 _KINDS = {
     **dict.fromkeys(("lease_s", "whole_s", "rebuild_s", "wait_s", "within_s", "ttl_s"), SECONDS),
@@ -169,7 +170,7 @@ _KINDS = {
     **dict.fromkeys(("first_page", "from_page", "group_layers", "component", "pin", "layer_lo", "layer_hi"), WHOLE),
     "from_token": Kind("a whole number", operator.index, optional=True),
     **dict.fromkeys(("durable", "boundaries", "rebuildable", "holes", "recipes", "lossy"), FLAG),
-    **dict.fromkeys(("progress", "on_group"), _CALL),
+    **dict.fromkeys(("progress", "on_group"), replace(FUNCTION, optional=True)),
     **dict.fromkeys(("wanted", "part"), PART),
     "pages": Kind("a pair (first, last) of page numbers", _pair, optional=True),
     "parts": Kind("a tuple of PartRange, such as (spec.whole(0), spec.whole(1))", _parts, optional=True),

@@ -26,8 +26,10 @@ from kvstore_client.match import Match as AsyncMatch
 from kvstore_client.namespace import Namespace as AsyncNamespace
 from kvstore_client.plan import Priority
 from kvstore_client.put import PutResult
+from kvstore_client.put_layout import by_default
 from kvstore_client.spent import having_spent
 from kvstore_client.text import Given
+from kvstore_client.times import FOR_EVER_S
 from kvstore_client.tokens import Extras, Tokens
 from kvstore_client.transfer import Progress
 from kvstore_client.view import LocalView
@@ -128,7 +130,7 @@ class Client:
 
     def _bound_of(self, timeout: Any) -> float:
         """Seconds that a call has; what is no number is for the call itself to refuse."""
-        return timeout if isinstance(timeout, int | float) else self._client.timeout
+        return min(timeout, FOR_EVER_S) if isinstance(timeout, int | float) else self._client.timeout
 
     def quickly(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
         """Run what `work` makes, a coroutine of small requests, in the calling thread if that is possible, else on this client's loop."""
@@ -249,8 +251,7 @@ class Match:
             self._client.quickly(self.inner.release)
 
     def __repr__(self) -> str:
-        leased = "leased" if self.valid else "not leased"
-        return f"<Match of {self.pages} pages ({self.tokens} tokens) in {self.inner.namespace.name!r}, {leased}>"
+        return repr(self.inner)
 
     def __enter__(self) -> "Match":
         return self
@@ -317,6 +318,7 @@ class Namespace(BlockingTextCalls):
         progress: Progress | None = None, recipe: Given | None = None, timeout: float | None = None,
     ) -> PutResult:  # fmt: skip
         """Put pages (see the asynchronous Namespace.put)."""
+        parts = by_default(self.spec, parts, put_id)
         putting = self.inner.put(
             tokens, data, first_page=first_page, parts=parts, spans=spans, durable=durable, whole_s=whole_s, extras=extras,
             base=_inner(base), put_id=put_id, hints=hints, progress=progress, recipe=recipe,

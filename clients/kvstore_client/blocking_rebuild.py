@@ -1,5 +1,6 @@
 """The blocking form of a rebuild worker."""
 
+from kvstore_client.arguments import checked, instance
 from kvstore_client.blocking import Client
 from kvstore_client.rebuild import AsyncRebuildWorker, RebuildFunction
 
@@ -7,6 +8,7 @@ from kvstore_client.rebuild import AsyncRebuildWorker, RebuildFunction
 class RebuildWorker:
     """As AsyncRebuildWorker, but `run` and `run_once` block. The function, if plain, runs in a thread all the same."""
 
+    @checked(client=instance(Client, optional=False))
     def __init__(
         self, client: Client, namespace: str = "", *, lease_s: float = 30.0, wait_s: float = 20.0, fetch_prefix: bool = True,
         put_timeout: float = 120.0,

@@ -11,6 +11,7 @@ from kvstore_client import session, streams
 from kvstore_client.estimate import Estimate
 from kvstore_client.fetching import OnGroup
 from kvstore_client.put import PutResult
+from kvstore_client.put_layout import by_default
 from kvstore_client.tokens import Tokens
 from kvstore_client.transfer import Progress
 
@@ -82,6 +83,9 @@ class Session:
         self._run = run
         self.inner = inner
 
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
     def __enter__(self) -> "Session":
         return self
 
@@ -119,6 +123,7 @@ class Session:
 
     def put(self, data: Any, **options: Any) -> PutResult:
         """Put the whole pages after the cursor, and move it to their end."""
+        options["parts"] = by_default(self.inner.namespace.spec, options.get("parts"), options.get("put_id"))
         done: PutResult = self._run(self.inner.put(data, **options))
         return done
 

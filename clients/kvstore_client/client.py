@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -221,15 +221,18 @@ class AsyncClient:
         return Deadline(self, self.timeout if timeout is None else timeout)
 
     async def call(
-        self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"", timeout: float | None = None
-    ) -> tuple[Any, bytes]:
-        """One idempotent control request, repeated if the connection breaks."""
+        self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"", timeout: float | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> tuple[Any, bytes]:  # fmt: skip
+        """One idempotent control request, repeated if the connection breaks; `before` each time the message is brought up to date."""
         if (line := current()) is not None:
             async with self.deadline(timeout):
                 return await line.call(frame_type, message, reply, payload)
 
         async def attempt() -> tuple[Any, bytes]:
             connection = await self._for_requests()
+            if before is not None:
+                before()
             return await connection.call(frame_type, message, reply, payload)
 
         async with self.deadline(timeout):
@@ -311,5 +314,5 @@ class AsyncClient:
 
     async def renew(self, lease: int, lease_s: float) -> None:
         """Let a lease last `lease_s` seconds from now. Raises NotFound if it is over."""
-        message = LeaseRequest(lease=lease, lease_ms=milliseconds(lease_s), quiet=False, **self._same_host.copied.take())
+        message = LeaseRequest(lease=lease, lease_ms=milliseconds("lease_s", lease_s), quiet=False, **self._same_host.copied.take())
         await self.call(FrameType.LEASE_RENEW, message, Leased)

@@ -87,6 +87,14 @@ def parse_endpoint(endpoint: str) -> tuple[socket.AddressFamily, str | tuple[str
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
 
 
+def new_socket(family: socket.AddressFamily, endpoint: str) -> socket.socket:
+    """A socket, not connected. Raises ConnectionLost if there is no descriptor for it."""
+    try:
+        return socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConnectionLost(f"can't connect to {endpoint}: there is no socket to be had ({reason_of(error)}; see `ulimit -n`)") from error
+
+
 def reason_of(error: OSError) -> str:
     """Why a connection could not be made, in the system's words."""
     if isinstance(error, socket.gaierror):
@@ -115,7 +123,7 @@ class Connection(Answers[asyncio.Future[Frame]]):
         Raises ConnectionLost, Unauthenticated, Busy (over the quota), VersionMismatch or NotFound (the session is over).
         """
         family, address = parse_endpoint(endpoint)
-        sock = connected or socket.socket(family, socket.SOCK_STREAM)
+        sock = connected or new_socket(family, endpoint)
         channel: Channel
         if isinstance(address, str):
             channel = DescriptorChannel(sock, MAX_SEGMENTS) if descriptors else Channel(sock)

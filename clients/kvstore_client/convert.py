@@ -14,7 +14,7 @@ def hints_meta(hints: Hints | None) -> HintsMeta | None:
     """Hints as messages carry them."""
     if hints is None:
         return None
-    return HintsMeta(session=hints.session_id, turn=hints.turn or "", ended=hints.ended or "", ttl_ms=milliseconds(hints.ttl_s))
+    return HintsMeta(session=hints.session_id, turn=hints.turn or "", ended=hints.ended or "", ttl_ms=milliseconds("ttl_s", hints.ttl_s))
 
 
 def part_list(ranges: list[PartRange]) -> list[tuple[int, int, int, int, int]]:

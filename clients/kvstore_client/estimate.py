@@ -56,10 +56,10 @@ class Estimate:
     ssd_bytes_s: float
 
 
-def ask_meta(costs: Costs | bool) -> EstimateAsk | None:
+def ask_meta(costs: Costs | bool, name: str = "estimate") -> EstimateAsk | None:
     """Costs as messages carry them. Raises BadRequest for what are none."""
     if not isinstance(costs, (bool, Costs)):
-        raise BadRequest(f"estimate is {costs!r}: give True, False or Costs(...)")
+        raise BadRequest(f"{name} is {costs!r}: give True, False or Costs(...)")
     if costs is False:
         return None
     given = Costs() if costs is True else costs

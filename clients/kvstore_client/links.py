@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.api.wire import BadRequest, ConnectionLost
-from kvstore_client.connection import parse_endpoint, reason_of
+from kvstore_client.connection import new_socket, parse_endpoint, reason_of
 from kvstore_client.dealing import Rate
 
 DIAL_S = 2.0
@@ -100,7 +100,7 @@ def make_links(endpoints: str | Sequence[str], local_addresses: Sequence[str] = 
 async def dial(link: Link, *, alone: bool) -> socket.socket:
     """A connected socket to the link's endpoint. Unless it is `alone`, it soon finds out that the link is dead. Raises ConnectionLost."""
     family, address = parse_endpoint(link.endpoint)
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = new_socket(family, link.endpoint)
     sock.setblocking(False)
     try:
         if link.local:

@@ -2,14 +2,18 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
+import os
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
-from kvstore.api.wire import BadRequest
+from kvstore.api.wire import BadRequest, ConnectionLost
 
 T = TypeVar("T")
 
+_LOOP_DESCRIPTORS = 3
 _END_S = 5.0
 """How long a close waits for what others had under way: it was cancelled, and ends at once unless a thread holds it up."""
 
@@ -18,7 +22,11 @@ class LoopThread:
     """An event loop that runs in a thread until `stop`."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        try:
+            _check_descriptors()
+            self._loop = asyncio.new_event_loop()
+        except OSError as error:
+            raise ConnectionLost(f"there is no event loop to be had for a client: {error.strerror}; see `ulimit -n`") from error
         self._entering = threading.Lock()
         self._ending = False
         self._thread = threading.Thread(target=self._serve, name="kvstore-client", daemon=True)
@@ -70,6 +78,13 @@ class LoopThread:
             await _end_all()
         finally:
             self._loop.stop()
+
+
+def _check_descriptors() -> None:
+    """Raise OSError if there are none for an event loop: one that is half made ends in a traceback of asyncio's."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(_LOOP_DESCRIPTORS):
+            opened.enter_context(Path(os.devnull).open("rb", buffering=0))
 
 
 async def _end_all() -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore_client.namespace import Namespace
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Match:
     """A matched prefix, up to the longest usable boundary: `pages` whole pages, `tokens` tokens.
 
@@ -39,18 +39,22 @@ class Match:
     endpoint: str
     epoch: int
     namespace: "Namespace"
-    _runs: list[tuple[int, int, tuple[PartRange, ...]]] = field(repr=False)
-    _ids: bytes = field(repr=False)
+    _runs: list[tuple[int, int, tuple[PartRange, ...]]]
+    _ids: bytes
     estimate: Estimate | None = None
-    _cut: "Match | None" = field(default=None, repr=False)
+    _cut: "Match | None" = None
     """As far as it is best loaded, where that takes other parts."""
     rebuildable_pages: int = -1
     """Pages after `pages` that are gone, but can be computed again (-1 if that was not asked)."""
-    _ends: float = field(default=0.0, repr=False)
+    _ends: float = 0.0
     """When the lease is over by this client's clock: a little before it is by the daemon's."""
-    _session: bytes = field(default=b"", repr=False)
-    _places: bytes = field(default=b"", repr=False)
-    _by_blob: dict[bytes, Place | None] | None = field(default=None, repr=False)
+    _session: bytes = b""
+    _places: bytes = b""
+    _by_blob: dict[bytes, Place | None] | None = None
+
+    def __repr__(self) -> str:
+        leased = "leased" if self.valid else "not leased"
+        return f"<Match of {self.pages} pages ({self.tokens} tokens) in {self.namespace.name!r}, {leased}>"
 
     @property
     def valid(self) -> bool:

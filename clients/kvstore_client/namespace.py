@@ -29,12 +29,12 @@ from kvstore_client.match import Match
 from kvstore_client.plan import Priority, layer_groups, page_parts
 from kvstore_client.put import PUT_BYTES, PUT_PAGES, PutResult, commit_bytes, in_all, put_once
 from kvstore_client.put_flat import flat_commits, put_flat
-from kvstore_client.put_layout import check_alone
+from kvstore_client.put_layout import by_default, check_alone
 from kvstore_client.scattered import Scattered, laid_out
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given, TextCalls
-from kvstore_client.times import milliseconds
+from kvstore_client.times import milliseconds, waiting_until
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 from kvstore_client.transfer import Progress
 from kvstore_client.view import LocalView, view_now, view_parts
@@ -94,7 +94,7 @@ class Namespace(TextCalls):
         """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
 
         It is leased for `lease_s` seconds (0: not at all, then it is only a look). `parts` brings what `fetch` needs;
-        without, the answer is smaller. In a namespace of digests, `tokens` are those, one after the other. `extras` gives
+        without, the answer is smaller. In a namespace of digests, `tokens` are those (see Tokens). `extras` gives
         32-byte digests of extra keys by page. With a leased `base` the tokens (and the pages of `extras`) are those after it:
         a long context need not travel again. `hints` say whose turn it is; they count with a lease only. `estimate` asks what
         loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded. `rebuildable` asks how
@@ -104,16 +104,17 @@ class Namespace(TextCalls):
         """
         if base is not None:
             self._check_own(base)
-        extra_pages, payload = with_extras(token_view(tokens), extras)
+        extra_pages, payload = with_extras(token_view(tokens, self.spec), extras)
         near = bool(lease_s and parts) and await self._near(timeout)
         message = MatchRequest(
-            namespace=self.id, lease_ms=milliseconds(lease_s), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
+            namespace=self.id, lease_ms=milliseconds("lease_s", lease_s), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
             base=base.lease if base is not None else 0, hints=hints_meta(hints), estimate=ask_meta(estimate), rebuildable=rebuildable,
-            rebuild_ms=milliseconds(rebuild_s), places=near, holes=holes,
+            rebuild_ms=milliseconds("rebuild_s", rebuild_s), places=near, holes=holes,
         )  # fmt: skip
         started = time.monotonic()
         bound = self.client.timeout + rebuild_s if timeout is None and rebuild_s else timeout
-        found, ids = await self.client.call(FrameType.MATCH, message, Matched, payload, bound)
+        before = waiting_until(message, "rebuild_ms", started + rebuild_s) if rebuild_s else None
+        found, ids = await self.client.call(FrameType.MATCH, message, Matched, payload, bound, before)
         runs, cut_runs = part_runs(found.runs), part_runs(found.cut_runs)
         own, cut = (DIGEST_BYTES * sum(pages * len(parts) for _, pages, parts in of) for of in (runs, cut_runs))
         match = Match(
@@ -179,7 +180,7 @@ class Namespace(TextCalls):
             if first == last:
                 return 0
             async with self.client.deadline(timeout):
-                return await fetch_blocks(match, out.blocks(match, first, last, wanted), out.memory, None, progress)
+                return await fetch_blocks(match, out.blocks(match, first, last, wanted), out.writable(), None, progress)
         target = writable(out, (last - first) * self.spec.part_bytes(wanted), at_least=plan is not None)
         if not len(target):
             return 0
@@ -238,9 +239,10 @@ class Namespace(TextCalls):
         """
         if base is not None:
             self._check_own(base)
+        parts = by_default(self.spec, parts, put_id, wrapped=1) or (self.spec.whole(),)
         if put_id is None:
             check_alone(self.spec, parts)
-        parts, raw = parts or (self.spec.whole(),), token_view(tokens)
+        raw = token_view(tokens, self.spec)
         put_id, ack = put_id or secrets.token_bytes(DIGEST_BYTES), "durable" if durable else "memory"
         if self.spec.flat:
             message = PutStart(namespace=self.id, put_id=put_id, first_page=0, parts=[], ack=ack, hints=hints_meta(hints))
@@ -282,7 +284,7 @@ class Namespace(TextCalls):
     ) -> PutStream:  # fmt: skip
         """A put whose layers are sent as they are computed: `async with namespace.stream_put(...) as put` (see PutStream)."""
         part, put_id = part or self.spec.whole(), put_id or secrets.token_bytes(DIGEST_BYTES)
-        return PutStream(self, token_view(tokens), first_page, part, durable, whole_s, extras, put_id, hints_meta(hints))
+        return PutStream(self, token_view(tokens, self.spec), first_page, part, durable, whole_s, extras, put_id, hints_meta(hints))
 
     @checked(put_id=PUT_ID)
     def follow(self, put_id: bytes, *, wanted: PartRange | None = None, timeout: float | None = None) -> Follower:
@@ -292,6 +294,8 @@ class Namespace(TextCalls):
     @checked()
     def session(self, *, lease_s: float = 60.0, hints: Hints | None = None, costs: Costs | bool = False) -> Session:
         """A conversation that grows, of which only new tokens travel: `async with namespace.session() as session` (see Session)."""
+        milliseconds("lease_s", lease_s)
+        ask_meta(costs, "costs")
         return Session(self, lease_s=lease_s, hints=hints, costs=costs)
 
     # --- what is told about prefixes -----------------------------------------------------------------------------------
@@ -308,10 +312,11 @@ class Namespace(TextCalls):
         again ahead of need, if there is a worker for it, and it is likely to be there `within_s` (0: at any time).
         """
         first, last = pages or (0, -1)
-        extra_pages, payload = with_extras(token_view(tokens), extras)
+        extra_pages, payload = with_extras(token_view(tokens, self.spec), extras)
         message = Prefix(
-            namespace=self.id, extra_pages=extra_pages, first_page=first, last_page=last, rebuild=rebuild, within_ms=milliseconds(within_s)
-        )
+            namespace=self.id, extra_pages=extra_pages, first_page=first, last_page=last, rebuild=rebuild,
+            within_ms=milliseconds("within_s", within_s),
+        )  # fmt: skip
         done, _ = await self.client.call(FrameType.PREFETCH, message, Prefetched, payload, timeout)
         return int(done.blobs)
 
@@ -322,7 +327,7 @@ class Namespace(TextCalls):
         Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it. Of a flat namespace it pins what is there of
         a list of up to 256 pages; `abandon` and `delete` take such a list, too, and `delete` all of it or (Conflict) nothing.
         """
-        done, _ = await self._about(FrameType.PIN, tokens, extras, Pinned, timeout, ttl_ms=milliseconds(ttl_s))
+        done, _ = await self._about(FrameType.PIN, tokens, extras, Pinned, timeout, ttl_ms=milliseconds("ttl_s", ttl_s))
         return done.pin, done.pages
 
     @checked()
@@ -369,6 +374,6 @@ class Namespace(TextCalls):
         self, kind: FrameType, tokens: Tokens, extras: Extras | None, reply: type[Any], timeout: float | None,
         first_page: int = 0, last_page: int = -1, ttl_ms: int = 0,
     ) -> tuple[Any, bytes]:  # fmt: skip
-        extra_pages, payload = with_extras(token_view(tokens), extras)
+        extra_pages, payload = with_extras(token_view(tokens, self.spec), extras)
         message = Prefix(namespace=self.id, extra_pages=extra_pages, first_page=first_page, last_page=last_page, ttl_ms=ttl_ms)
         return await self.client.call(kind, message, reply, payload, timeout)

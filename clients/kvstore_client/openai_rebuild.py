@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.api.wire import BadRequest, ConnectionLost, KVStoreError
+from kvstore_client.arguments import TEXT, TIMEOUT, checked
 from kvstore_client.rebuild import ELSEWHERE, Elsewhere, Prefix, Wanted
 
 _MAX_ANSWER = 1 << 20
@@ -25,6 +26,7 @@ class OpenAIRebuilder:
     `url` is the server's, with or without `/v1`; `timeout` bounds one request, in seconds.
     """
 
+    @checked(url=TEXT, model=TEXT, api_key=TEXT, timeout=TIMEOUT)
     def __init__(self, url: str, model: str, *, api_key: str = "", timeout: float = 120.0) -> None:
         if not url.startswith(("http://", "https://")):
             raise BadRequest(f"{url!r} is not the http or https URL of a server")

@@ -96,7 +96,7 @@ async def _attempt(
     client: "AsyncClient", near: Connection | None, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout,
     whole_s: float, progress: Progress | None,
 ) -> Committed:  # fmt: skip
-    pool, parts, whole_ms = client.pool, [PartRange(*p) for p in message.parts], milliseconds(whole_s)
+    pool, parts, whole_ms = client.pool, [PartRange(*p) for p in message.parts], milliseconds("whole_s", whole_s)
     if message.handle:
         handle = message.handle
         connection = near or await pool.first()

@@ -113,18 +113,28 @@ class PutLayout:
         yield SliceFrame(page, part, first, tuple(group))
 
 
-def check_alone(spec: KVSpec, parts: tuple[PartRange, ...] | None) -> None:
-    """Raise BadRequest for a put that only others could complete, and warn of one whose pages nothing can use: it has no put id."""
-    if parts is None:
-        if len(spec.components) > 1:
-            rest = ", ".join(f"{n} ({c.kind})" for n, c in enumerate(spec.components) if n)
-            every = ", ".join(f"spec.whole({n})" for n in range(len(spec.components)))
-            warnings.warn(
-                f"without `parts` a put is of component 0 only: a prefix is usable once component {rest} is there too, where its boundary "
-                f"needs it. Put them together with parts=({every}), or name what you put: parts=(spec.whole(0),)",
-                stacklevel=4,
-            )
-        return
+def by_default(
+    spec: KVSpec, parts: tuple[PartRange, ...] | None, put_id: bytes | None, *, wrapped: int = 0
+) -> tuple[PartRange, ...] | None:  # fmt: skip
+    """The parts of a put: component 0, if none are named. Warns of pages that nothing can use: without a put id, and others left out.
+
+    The warning is about the line that calls the caller of this, with so many frames of ours between.
+    """
+    if parts is not None or put_id is not None:
+        return parts
+    if len(spec.components) > 1:
+        rest = ", ".join(f"{n} ({c.kind})" for n, c in enumerate(spec.components) if n)
+        every = ", ".join(f"spec.whole({n})" for n in range(len(spec.components)))
+        warnings.warn(
+            f"without `parts` a put is of component 0 only: a prefix is usable once component {rest} is there too, where its boundary "
+            f"needs it. Put them together with parts=({every}), or name what you put: parts=(spec.whole(0),)",
+            stacklevel=3 + wrapped,
+        )
+    return (spec.whole(),)
+
+
+def check_alone(spec: KVSpec, parts: tuple[PartRange, ...]) -> None:
+    """Raise BadRequest for a put that only others could complete: it has no put id."""
     for number in {part.component for part in parts}:
         spec.check_component(number)
         c = spec.components[number]

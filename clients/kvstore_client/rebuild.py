@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -31,8 +31,10 @@ from kvstore.api.wire import (
 )
 from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.rebuild_messages import RebuildClaim, RebuildEnd, RebuildJob, RebuildRenew
+from kvstore_client.arguments import BOUND, FLAG, FUNCTION, TEXT, TIMEOUT, checked, instance
 from kvstore_client.client import AsyncClient
 from kvstore_client.namespace import Namespace
+from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras
 
 _log = logging.getLogger("kvstore.rebuild")
@@ -122,10 +124,13 @@ class AsyncRebuildWorker:
     empty. A claim lasts `lease_s` seconds and is renewed while the function runs. Without `fetch_prefix` the function gets no prefix.
     """
 
+    @checked(client=instance(AsyncClient, "an AsyncClient", optional=False), namespace=TEXT, fetch_prefix=FLAG, put_timeout=TIMEOUT)
     def __init__(
         self, client: AsyncClient, namespace: str = "", *, lease_s: float = 30.0, wait_s: float = 20.0, fetch_prefix: bool = True,
         put_timeout: float = 120.0,
     ) -> None:  # fmt: skip
+        milliseconds("lease_s", lease_s)
+        milliseconds("wait_s", wait_s)
         self.done = 0
         """Jobs done."""
         self.failed = 0
@@ -139,6 +144,7 @@ class AsyncRebuildWorker:
         self._function: RebuildFunction | None = None
         self._known: dict[str, Namespace] = {}
 
+    @checked(function=FUNCTION)
     def rebuild(self, function: RebuildFunction) -> RebuildFunction:
         """Have this function compute the pages. A decorator."""
         self._function = function
@@ -153,12 +159,13 @@ class AsyncRebuildWorker:
                 _log.warning("no work just now: %s", error.message)
                 await asyncio.sleep(_PAUSE_S)
 
+    @checked(wait_s=replace(BOUND, optional=True))
     async def run_once(self, wait_s: float | None = None) -> bool:
         """Wait for a job and do it. False if there was none. What goes wrong with a job is told to the daemon, and logged."""
         if self._function is None:
             raise BadRequest("this worker has no function: give it one with @worker.rebuild")
         wait_s = self._wait_s if wait_s is None else wait_s
-        claim = RebuildClaim(namespace=self._namespace, wait_ms=int(wait_s * 1000), lease_ms=int(self._lease_s * 1000))
+        claim = RebuildClaim(namespace=self._namespace, wait_ms=milliseconds("wait_s", wait_s), lease_ms=int(self._lease_s * 1000))
         job, payload = await self._client.call(FrameType.REBUILD_CLAIM, claim, RebuildJob, timeout=wait_s + _GRACE_S)
         if not job.job:
             return False

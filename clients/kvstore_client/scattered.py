@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore.api.wire import BadRequest, KVSpec, PartRange
-from kvstore_client.arguments import readable
+from kvstore_client.arguments import readable, wrong
 from kvstore_client.blocks import Block
 from kvstore_client.put_layout import PutLayout, SliceFrame
 
@@ -30,7 +30,10 @@ class Scattered:
 
     def rows(self, part: PartRange, pages: int) -> list[PartRange]:
         """The layers of each row. Raises BadRequest if they do not come out even."""
-        counts, layers = {len(page) for page in self.places}, part.layer_hi - part.layer_lo
+        try:
+            counts, layers = {len(page) for page in self.places}, part.layer_hi - part.layer_lo
+        except TypeError:
+            raise self._wrong() from None
         if len(self.places) != pages or len(counts) != 1 or layers % max(count := counts.pop(), 1) or not count:
             raise BadRequest(f"{len(self.places)} pages in rows of {layers} layers for {pages} pages: they must all have as many rows")
         each = layers // count
@@ -38,10 +41,28 @@ class Scattered:
 
     def check(self, row_bytes: int) -> None:
         """Raise BadRequest if a row lies outside the memory."""
-        end = len(self.memory) - row_bytes
-        for page in self.places:
-            if min(page) < 0 or max(page) > end:
-                raise BadRequest(f"a row of {row_bytes} bytes lies outside the memory of {len(self.memory)}")
+        nbytes = len(self.readable())
+        end = nbytes - row_bytes
+        try:
+            outside = any(min(page) < 0 or max(page) > end for page in self.places)
+        except TypeError:
+            raise self._wrong() from None
+        if outside:
+            raise BadRequest(f"a row of {row_bytes} bytes lies outside the memory of {nbytes}")
+
+    def readable(self) -> memoryview:
+        """The memory, byte by byte. Raises BadRequest if it is none, or does not lie in one piece."""
+        return readable(self.memory, "the memory of scattered pages")
+
+    def writable(self) -> memoryview:
+        """As `readable`, to fetch into."""
+        memory = self.readable()
+        if memory.readonly:
+            raise BadRequest("the memory of scattered pages is read-only: it can't be fetched into")
+        return memory
+
+    def _wrong(self) -> BadRequest:
+        return wrong("places", self.places, "a list of byte offsets for each page")
 
     def blocks(self, match: "Match", first: int, last: int, wanted: PartRange) -> list[Block]:
         """What to fetch of the pages [first, last), each with its place in `memory`. Raises NotFound and BadRequest."""
@@ -90,7 +111,7 @@ def laid_out(
     if isinstance(data, Scattered):
         if len(parts) != 1:
             raise BadRequest(f"{len(parts)} parts of scattered pages: put them one part at a time")
-        return ScatteredLayout(spec, parts[0], first_page, total, spans, data), data.memory
+        return ScatteredLayout(spec, parts[0], first_page, total, spans, data), data.readable()
     layout, source = PutLayout(spec, parts, first_page, total, spans), readable(data)
     if len(source) != layout.nbytes:
         raise BadRequest(f"{len(source)} bytes of data for {total - first_page} pages of {layout.nbytes} in all")

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvstore.api.wire import BadRequest, Ended, Hints, KVStoreError, NotFound, PartRange
 from kvstore_client.estimate import Costs, Estimate
+from kvstore_client.put_layout import by_default
 from kvstore_client.tokens import Tokens, token_view
 from kvstore_client.transfer import Progress
 
@@ -38,6 +39,12 @@ class Session:
         self._tokens = bytearray()
         self._match: Match | None = None
         self._closed = False
+
+    def __repr__(self) -> str:
+        spec = self.namespace.spec
+        size = f"{len(self._tokens) // (spec.hash_bytes or 4)} {'digests' if spec.hash_bytes else 'tokens'}"
+        how = "closed" if self._closed else f"{self.pages} pages leased"
+        return f"<Session of {size} in {self.namespace.name!r}, {how}>"
 
     async def __aenter__(self) -> "Session":
         return self
@@ -82,7 +89,7 @@ class Session:
         """
         self._raise_if_closed()
         before = len(self._tokens)
-        self._tokens += token_view(tokens)
+        self._tokens += token_view(tokens, self.namespace.spec)
         try:
             await self._seek()
         except BaseException:
@@ -127,6 +134,7 @@ class Session:
     ) -> "PutResult":
         """Put the whole pages after the cursor, and move it to their end. Only their tokens travel. `ended` says how the turn did."""
         self._raise_if_closed()
+        options["parts"] = by_default(self.namespace.spec, options.get("parts"), options.get("put_id"))
         options = {"durable": durable, "progress": progress, "hints": replace(self.hints, ended=ended), **options}
         page_bytes = self.namespace.spec.label_words * 4
         new = self._after(self.pages)

@@ -55,7 +55,7 @@ class PutStream:
         self._namespace = namespace
         self._tokens = tokens
         self._part = part
-        self._whole_s = whole_s
+        self._whole_ms = milliseconds("whole_s", whole_s)
         self._layout = namespace.spec.slice_layout(part)
         extra_pages, self._payload = with_extras(tokens, extras)
         self._message = PutStart(
@@ -167,7 +167,7 @@ class PutStream:
         async with client.deadline(timeout):
             connection = await client.pool.first()
             # the wait is for slices on other connections
-            commit = Commit(handle=ready.handle, wait_ms=10_000, whole_ms=milliseconds(self._whole_s))
+            commit = Commit(handle=ready.handle, wait_ms=10_000, whole_ms=self._whole_ms)
             committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
         self._ended = True
         return in_all([committed])

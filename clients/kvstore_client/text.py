@@ -1,18 +1,22 @@
 """What is told about recipes: what there are, deleting them, and giving up pages of which they are kept."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.api.wire import BadRequest, Drift, FrameType, KVSpec
 from kvstore.api.wire.messages import Affected, NamespaceName, Prefix
 from kvstore.api.wire.rebuild_messages import RebuildProgress, RebuildRequest, RecipeCounts
-from kvstore_client.arguments import checked
-from kvstore_client.times import milliseconds
+from kvstore_client.arguments import checked, wrong
+from kvstore_client.times import milliseconds, waiting_until
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
+
+
+T = TypeVar("T", str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +32,26 @@ class Given:
     @classmethod
     def text(cls, text: str | Sequence[str]) -> "Given":
         """Text that the pages were made from."""
-        return cls("text", tuple(one.encode() for one in ([text] if isinstance(text, str) else text)))
+        return cls("text", tuple(one.encode() for one in _one_or_more("text", text, str, "text, or a list of texts, one a page")))
 
     @classmethod
     def reference(cls, reference: bytes | Sequence[bytes]) -> "Given":
         """Something by which a rebuild worker of this client's finds what the pages were made from."""
-        return cls("reference", (reference,) if isinstance(reference, bytes) else tuple(reference))
+        return cls("reference", _one_or_more("reference", reference, bytes, "bytes, or a list of bytes, one a page"))
 
     def of(self, first: int, last: int, pages: int) -> list[bytes]:
         """The bodies of the pages [first, last) of `pages`. Raises BadRequest if there are too few or too many."""
         if len(self.bodies) not in (1, pages):
             raise BadRequest(f"{len(self.bodies)} recipes for {pages} pages: give one for all, or one a page")
         return list(self.bodies if len(self.bodies) == 1 else self.bodies[first:last])
+
+
+def _one_or_more(name: str, given: T | Sequence[T], kind: type[T], expected: str) -> tuple[T, ...]:
+    if isinstance(given, kind):
+        return (given,)
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not all(isinstance(one, kind) for one in given):
+        raise wrong(name, given, expected)
+    return tuple(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +132,18 @@ class TextCalls:
     async def _rebuild(
         self, tokens: Tokens, extras: Extras | None, wait_s: float, timeout: float | None, *, check: bool = False, first_page: int = 0
     ) -> RebuildState:
-        extra_pages, payload = with_extras(token_view(tokens), extras)
+        extra_pages, payload = with_extras(token_view(tokens, self.spec), extras)
         message = RebuildRequest(
-            namespace=self.id, wait_ms=milliseconds(wait_s), check=check, first_page=first_page, extra_pages=extra_pages
+            namespace=self.id, wait_ms=milliseconds("wait_s", wait_s), check=check, first_page=first_page, extra_pages=extra_pages
         )
         bound = wait_s + self.client.timeout if timeout is None else timeout
-        found, _ = await self.client.call(FrameType.REBUILD, message, RebuildProgress, payload, bound)
+        before = waiting_until(message, "wait_ms", time.monotonic() + wait_s)
+        found, _ = await self.client.call(FrameType.REBUILD, message, RebuildProgress, payload, bound, before)
         drift = {dtype: Drift(n, differing, odd, most, total) for dtype, n, differing, odd, most, total in found.drift}
         return RebuildState(found.pages, found.wanted_pages, found.waiting_jobs, found.claimed_jobs, found.checked_pages, drift)
 
     async def _affected(self, kind: FrameType, tokens: Tokens, extras: Extras | None, first_page: int, timeout: float | None) -> Affected:
-        extra_pages, payload = with_extras(token_view(tokens), extras)
+        extra_pages, payload = with_extras(token_view(tokens, self.spec), extras)
         message = Prefix(namespace=self.id, extra_pages=extra_pages, first_page=first_page)
         done: Affected
         done, _ = await self.client.call(kind, message, Affected, payload, timeout)

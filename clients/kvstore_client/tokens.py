@@ -1,26 +1,50 @@
-"""Tokens and extra keys as they travel: a uint32 buffer, never a list."""
+"""Tokens and extra keys as they travel: a buffer of uint32, or of digests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import BadRequest
+from kvstore.api.wire import BadRequest, KVSpec
 
-Tokens = npt.NDArray[np.uint32] | bytes | bytearray | memoryview
+Tokens = npt.NDArray[np.uint32] | npt.NDArray[np.uint8] | bytes | bytearray | memoryview | Sequence[bytes]
+"""Token ids as a uint32 array or its bytes. In a namespace of digests those: an array of one a row, their bytes, or a list of them."""
 Extras = Mapping[int, bytes]
 
 
-def token_view(tokens: Tokens) -> memoryview:
-    """The bytes of tokens, not copied. Raises BadRequest for what is neither a one-dimensional array of uint32 nor bytes."""
+def token_view(tokens: Tokens, spec: KVSpec) -> memoryview:
+    """The bytes of tokens, or of a namespace's digests, not copied. Raises BadRequest for what are none."""
+    if spec.hash_bytes:
+        return _digest_view(tokens, spec.hash_bytes)
     if isinstance(tokens, np.ndarray):
         if tokens.dtype != np.uint32 or tokens.ndim != 1:
             raise BadRequest(f"tokens are a {tokens.ndim}-d array of {tokens.dtype}; give a 1-d array of uint32")
         return np.ascontiguousarray(tokens).data.cast("B")
     try:
-        return memoryview(tokens).cast("B")
+        return memoryview(tokens).cast("B")  # type: ignore[arg-type]
     except TypeError:
         raise BadRequest(f"tokens are a {type(tokens).__name__}; give an array: np.asarray(token_ids, np.uint32)") from None
+
+
+def _digest_view(digests: Tokens, width: int) -> memoryview:
+    if isinstance(digests, list | tuple) and all(isinstance(one, bytes) and len(one) == width for one in digests):
+        digests = b"".join(digests)
+    if isinstance(digests, np.ndarray):
+        rows = digests.dtype == np.uint8 and digests.ndim == 2 and digests.shape[1] == width
+        fine = rows or (digests.ndim == 1 and digests.dtype in (np.uint8, np.uint32))
+        given = f"a {digests.ndim}-d array of {digests.dtype}"
+    else:
+        fine, given = isinstance(digests, bytes | bytearray | memoryview), f"a {type(digests).__name__}"
+    if not fine:
+        raise BadRequest(
+            f"this namespace is of digests of {width} bytes, and these are {given}: give a uint8 array of shape (pages, {width}), "
+            "a list of bytes, or their bytes one after the other"
+        )
+    view = memoryview(np.ascontiguousarray(digests).data if isinstance(digests, np.ndarray) else digests)  # type: ignore[arg-type]
+    view = view.cast("B") if view.nbytes else memoryview(b"")  # one with zeros in its shape can't be cast
+    if len(view) % width:
+        raise BadRequest(f"{len(view)} bytes of digests: give some of {width} bytes each")
+    return view
 
 
 def with_extras(view: memoryview, extras: Extras | None, pages: int | None = None) -> tuple[list[int], bytes | memoryview]:

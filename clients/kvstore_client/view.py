@@ -40,6 +40,11 @@ class LocalView:
         self.parts = parts
         self._blobs = blobs
 
+    def __repr__(self) -> str:
+        nbytes = sum(part.data.nbytes for part in self.parts)
+        valid = "valid" if self.valid else "not valid"
+        return f"<LocalView of {len(self.parts)} parts ({nbytes:,} bytes) in {self.match.namespace.name!r}, {valid}>"
+
     @property
     def intact(self) -> bool:
         """Whether all bytes are still those that were asked for, lease or not."""

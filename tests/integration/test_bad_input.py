@@ -209,7 +209,7 @@ def test_the_sdk_says_what_is_wrong_before_anything_is_sent(daemon: DaemonProces
     with Client(daemon.endpoint, connections=1) as client:
         namespace = client.namespace("pages")
         with pytest.raises(BadRequest, match="uint32"):
-            namespace.match(context(1).astype(np.int64))
+            namespace.match(context(1).astype(np.int64))  # type: ignore[arg-type]
         with pytest.raises(BadRequest, match="bytes of data"):
             namespace.put(context(20), bytes(5))
         with namespace.match(context(1)) as match:

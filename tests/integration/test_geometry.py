@@ -155,9 +155,9 @@ def _sent_payloads(client: AsyncClient) -> list[int]:
     sizes: list[int] = []
     original = client.call
 
-    async def spy(frame_type: object, message: object, reply: object, payload: bytes = b"", timeout: float | None = None) -> object:
+    async def spy(frame_type: object, message: object, reply: object, payload: bytes = b"", *rest: object) -> object:
         sizes.append(len(payload))
-        return await original(frame_type, message, reply, payload, timeout)  # type: ignore[arg-type]
+        return await original(frame_type, message, reply, payload, *rest)  # type: ignore[arg-type]
 
     client.call = spy  # type: ignore[assignment,method-assign]
     return sizes

@@ -200,10 +200,31 @@ def test_a_hybrid_put_of_one_component_by_default_warns(daemon: DaemonProcess) -
         data = bytes(2 * HYBRID.part_bytes(HYBRID.whole(0)))
         with pytest.warns(UserWarning, match=r"component 0 only.*1 \(state\).*parts=\(spec.whole\(0\), spec.whole\(1\)\)"):
             namespace.put(tokens, data)
+        session = namespace.session()
+        session.extend(tokens + 50)
+        puts: tuple[Callable[[], object], ...] = (lambda: namespace.put(tokens + 100, data), lambda: session.put(data))
+        for put in puts:
+            with pytest.warns(UserWarning, match="component 0 only") as warned:
+                put()
+            assert [one.filename for one in warned] == [__file__], "it is about the caller's line"
+        session.close()
         assert namespace.match(tokens, lease_s=0).pages == 0
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             namespace.put(tokens, data, parts=(HYBRID.whole(0),))
+
+
+async def test_a_hybrid_put_warns_of_the_line_that_awaits_it(daemon: DaemonProcess) -> None:
+    tokens = np.arange(8, dtype=np.uint32)
+    async with AsyncClient(daemon.endpoint) as client:
+        namespace = await client.namespace("hybrid-usage-asyncio", "rev-2", HYBRID)
+        data = bytes(2 * HYBRID.part_bytes(HYBRID.whole(0)))
+        async with namespace.session() as session:
+            await session.extend(tokens + 50)
+            for put in (namespace.put, lambda _, pages: session.put(pages)):
+                with pytest.warns(UserWarning, match="component 0 only") as warned:
+                    await put(tokens, data)
+                assert [one.filename for one in warned] == [__file__]
 
 
 def test_a_commit_too_early_is_refused_and_the_put_goes_on(daemon: DaemonProcess) -> None:
@@ -277,8 +298,16 @@ def test_objects_say_what_they_are(daemon: DaemonProcess) -> None:
     assert repr(namespace).startswith(f"<Namespace 'pages' ({namespace.id}): full; 4 tokens and {SPEC.page_bytes:,} bytes a page")
     with namespace.match(context(8_900)) as match:
         assert repr(match) == "<Match of 4 pages (16 tokens) in 'pages', leased>"
-        assert "namespace=<Namespace 'pages'" in repr(match.inner)
+        assert repr(match.inner) == repr(match)
+        view = namespace.view(match)
+        assert repr(view) == f"<LocalView of 4 parts ({4 * SPEC.page_bytes:,} bytes) in 'pages', valid>"
     assert repr(match) == "<Match of 4 pages (16 tokens) in 'pages', not leased>"
+    assert repr(view).endswith("in 'pages', not valid>")
+    session = namespace.session()
+    session.extend(context(8_900))
+    assert repr(session) == repr(session.inner) == "<Session of 16 tokens in 'pages', 4 pages leased>"
+    session.close()
+    assert repr(session) == "<Session of 16 tokens in 'pages', closed>"
     client.close()
     assert repr(client) == f"<Client of {daemon.endpoint}, closed>"
     assert repr(AsyncClient("127.0.0.1:1", token="secret")) == "<AsyncClient of 127.0.0.1:1, not connected yet>"

@@ -1,0 +1,55 @@
+"""What is taken for tokens, and for digests."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_client import BadRequest, Component, KVSpec
+from kvstore_client.tokens import token_view
+
+FULL = (Component("full", 2, 1, 8),)
+TOKENS, DIGESTS = KVSpec(4, FULL), KVSpec(4, FULL, hash_bytes=32, flat=True)
+ROWS = np.random.default_rng(1).integers(0, 256, (3, 32), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ROWS, ROWS[:, ::1], np.asfortranarray(ROWS), ROWS.reshape(-1), ROWS.view(np.uint32).reshape(-1), ROWS.tobytes(),
+        bytearray(ROWS.tobytes()), ROWS.data, list(map(bytes, ROWS)), tuple(map(bytes, ROWS)),
+    ],
+)  # fmt: skip
+def test_digests_however_they_are_given(given: Any) -> None:
+    assert token_view(given, DIGESTS) == ROWS.tobytes()
+
+
+@pytest.mark.parametrize("given", [[], np.zeros((0, 32), np.uint8), np.zeros(0, np.uint32), b""])
+def test_no_digests(given: Any) -> None:
+    assert len(token_view(given, DIGESTS)) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (ROWS[:, :20], r"digests of 32 bytes, and these are a 2-d array of uint8: give a uint8 array of shape \(pages, 32\), a list"),
+        (ROWS.astype(np.int64), "2-d array of int64"),
+        (ROWS.view(np.uint32), "2-d array of uint32"),
+        (ROWS.view("S32"), "array of .S32"),
+        (["a" * 32], "these are a list"),
+        ([b"a" * 31], "these are a list"),
+        (ROWS.tobytes().hex(), "these are a str"),
+        (None, "these are a NoneType"),
+        (ROWS.tobytes()[:36], "36 bytes of digests: give some of 32 bytes each"),
+        (ROWS.tobytes()[:20], "20 bytes of digests"),
+    ],
+)
+def test_what_are_no_digests(given: Any, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        token_view(given, DIGESTS)
+
+
+@pytest.mark.parametrize("given", [ROWS, list(map(bytes, ROWS)), [1, 2], None])
+def test_what_are_no_tokens(given: Any) -> None:
+    with pytest.raises(BadRequest, match="uint32"):
+        token_view(given, TOKENS)
