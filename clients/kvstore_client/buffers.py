@@ -102,7 +102,9 @@ class SharedBuffer:
 
         Blocking, for 0.1 to 1.6 s a GiB: in asyncio, `await asyncio.to_thread(buffer.populate)`.
         """
-        make_huge(self.array.data)
+        array = self.array
+        if self.nbytes > AT_ONCE_BYTES:
+            make_huge(array.data)
 
     def close(self) -> None:
         """Give the memory back, as soon as nobody has a view of it."""

@@ -126,7 +126,15 @@ class Saver:
             if self._made >= self._link.settings.save_buffers:
                 return None
             self._made += 1
-        return self._link.client.buffer(self._link.settings.save_buffer_bytes)
+        try:
+            buffer = self._link.client.buffer(self._link.settings.save_buffer_bytes)
+        except KVStoreError as error:  # no memory, or no descriptor: the engine goes on without
+            self._link.full(error)
+            with self._lock:
+                self._made -= 1
+            return None
+        buffer.populate()
+        return buffer
 
     def _give_back(self, buffer: SharedBuffer) -> None:
         with self._lock:
