@@ -37,7 +37,7 @@ def closed_subsets(pages: Cache, capacity: int) -> set[Cache]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(prompts, st.integers(1, 5))
 def test_nobody_does_better_and_it_can_be_reached(requests: list[Prompt], capacity: int) -> None:
     assert clairvoyant_hits(trace_of(requests), capacity).sum() == best_hits(requests, capacity)
@@ -58,7 +58,7 @@ def test_a_get_brings_nothing_and_a_put_hits_nothing() -> None:
     assert clairvoyant_hits(trace, 1).tolist() == [0, 0, 1, 1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4)), min_size=1, max_size=12), st.integers(1, 12))
 def test_no_policy_beats_it_where_pages_differ(requests: list[tuple[int, int]], room: int) -> None:
     """Pages of 40 bytes in one namespace, of 4 in the other."""

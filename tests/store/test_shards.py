@@ -349,5 +349,5 @@ class ShardMachine(RuleBasedStateMachine):
 
 TestShards = ShardMachine.TestCase
 TestShards.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
