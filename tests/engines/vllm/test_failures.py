@@ -138,7 +138,7 @@ def test_a_slow_store(kept: Kept, wanted: dict[int, list[int]]) -> None:
 
 
 def test_a_full_store(kept: Kept, wanted: dict[int, list[int]], tmp_path: Path) -> None:
-    """A daemon with no room for a prompt: the engine goes on."""
+    """A daemon with no room for a prompt: the engine goes on, with what of it there was room for."""
     with DaemonProcess(tmp_path / "data", "--dram", "16MiB", "--ssd", "16MiB") as small:
         before, kept.link.upstream = kept.link.upstream, small.endpoint
         kept.link.cut()
@@ -146,7 +146,7 @@ def test_a_full_store(kept: Kept, wanted: dict[int, list[int]], tmp_path: Path) 
             for _ in range(3):
                 kept.engine.call("forget")
                 answer = kept.engine.ask(TOKENS)
-                assert answer["cached"] == 0
+                assert answer["cached"] < len(TOKENS) // 2
                 assert answer["tokens"] == wanted[0]
         finally:
             kept.link.upstream = before
