@@ -1,28 +1,20 @@
 """Puts of several pages of a flat namespace, and all else that is done with them, in any turn, against a simple model. On a real disk."""
 
-import asyncio
-import shutil
-import tempfile
-import time
-from collections.abc import Coroutine
-from pathlib import Path
-from typing import Any, TypeVar
+from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.errors import BadDigest, BadRequest, Busy, Conflict, NoSpace, NotFound
 from kvstore.kvspec import KVSpec
 from kvstore.radix.check import check as check_tree
-from kvstore.store import Ack, Put, Space, Store
+from kvstore.store import Ack, Put
 from kvstore.store.checking.check import check
 from kvstore.tiers.policies.make import NAMES
+from tests.store.disk_machine import EXAMPLES, EvictingMachine
 from tests.store.flat_pages import ONE, TWO, A, B, C, Page, begin, data_of, labels, read_page, send, settings_of, there
 from tests.store.test_shards import config
-
-T = TypeVar("T")
 
 some_pages = st.lists(st.builds(Page, st.integers(0, 9), st.sampled_from([False, False, True])), min_size=1, max_size=7, unique=True).map(
     tuple
@@ -31,34 +23,23 @@ versions = st.sampled_from([A, B, C])
 ranks = st.sampled_from([0, 1, None, None])
 
 
-class FlatMachine(RuleBasedStateMachine):
+class FlatMachine(EvictingMachine):
     """The model: what each rank of each computation ever put of a page, and the pages acknowledged as durable."""
+
+    space_name = "flat"
 
     @initialize(spec=st.sampled_from([ONE, TWO]), max_ghosts=st.sampled_from([0, 3, 20]), policy=st.sampled_from(NAMES))
     def start(self, spec: KVSpec, max_ghosts: int, policy: str) -> None:
-        self.spec, self.max_ghosts, self.policy = spec, max_ghosts, policy
-        self.folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
-        self.generation = 0
-        self.loop = asyncio.new_event_loop()
-        self.loop.slow_callback_duration = 60
+        self.spec = spec
         self.brought: dict[tuple[Page, bytes, int], set[int]] = {}
         self.durable: set[Page] = set()
-        self.open()
+        self.begin(partial(config, max_ghosts=max_ghosts, policy=policy))
         self.run(self.store.create_namespace(settings_of(spec)))
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
-
-    def open(self) -> None:
-        folder = self.folder / str(self.generation)
-        self.store = self.run(Store(config(folder, max_ghosts=self.max_ghosts, policy=self.policy)).__aenter__())
+    def opened(self) -> None:
         self.leases: list[int] = []
         self.pins: list[int] = []
         self.open_puts: list[tuple[Put, tuple[Page, ...]]] = []
-
-    @property
-    def space(self) -> Space:
-        return self.store.space("default", "flat")
 
     def note(self, pages: tuple[Page, ...], version: bytes, rank: int | None, with_state: bool) -> None:
         for component in range(len(self.spec.components) if with_state else 1):
@@ -167,17 +148,6 @@ class FlatMachine(RuleBasedStateMachine):
         if self.leases:
             self.store.release_lease(1, self.leases.pop())
 
-    @rule(nbytes=st.integers(1, 60_000))
-    def evict_from_dram(self, nbytes: int) -> None:
-        self.run(self.store._residency.reclaim(nbytes))
-
-    @rule(nbytes=st.integers(1, 60_000), past_retention=st.booleans())
-    def evict_from_ssd(self, nbytes: int, past_retention: bool) -> None:
-        self.store._residency.make_ssd_room(nbytes, 1e12 if past_retention else time.time())
-        self.store._writeback.poke()
-        if past_retention:
-            self.durable.clear()
-
     @rule(pages=some_pages)
     def delete(self, pages: tuple[Page, ...]) -> None:
         before = there(self.store, self.space, pages)
@@ -199,11 +169,6 @@ class FlatMachine(RuleBasedStateMachine):
         except NotFound:
             assert self.store.match(self.space, *labels(pages[:1])).pages == 0
 
-    @rule()
-    def unpin(self) -> None:
-        if self.pins:
-            self.store.prefixes.unpin(self.space, self.pins.pop())
-
     @rule(rank=st.integers(0, 1), part=st.integers(0, 6))
     def a_rank_dies(self, rank: int, part: int) -> None:
         """In the middle of what it was sending."""
@@ -218,19 +183,6 @@ class FlatMachine(RuleBasedStateMachine):
         self.store._puts.sweep(float("inf"))
         self.open_puts = []
         assert self.store.figures.pending_pages == self.store.figures.puts_open == 0
-
-    @rule()
-    def restart(self) -> None:
-        self.run(self.store.__aexit__(None, None, None))
-        self.open()
-
-    @rule()
-    def kill(self) -> None:
-        """What is on disk now, with nothing flushed, is all that the next daemon gets."""
-        shutil.copytree(self.folder / str(self.generation), self.folder / str(self.generation + 1))
-        self.run(self.store.__aexit__(None, None, None))
-        self.generation += 1
-        self.open()
 
     @invariant()
     def sound(self) -> None:
@@ -249,12 +201,8 @@ class FlatMachine(RuleBasedStateMachine):
             self.store.release_owner(8)
             if self.durable:
                 self.run(self.read_checked(tuple(self.durable)))
-            self.run(self.store.__aexit__(None, None, None))
-            self.loop.close()
-            shutil.rmtree(self.folder)
+            self.end()
 
 
 TestFlat = FlatMachine.TestCase
-TestFlat.settings = settings(
-    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+TestFlat.settings = EXAMPLES

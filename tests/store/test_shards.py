@@ -4,20 +4,16 @@ After each step every invariant is recomputed. What is read is a random sub-rang
 parts as a client would, and compared byte for byte with what some computation brought.
 """
 
-import asyncio
-import shutil
-import tempfile
 import time
-from collections.abc import Coroutine
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.digests import slice_digest
 from kvstore.errors import BadRequest, Busy, Conflict, MissingParent, NoSpace
@@ -30,8 +26,7 @@ from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.watermarks import Watermarks
 from kvstore_client.blocks import Block, PageBlobs, PageShape
 from kvstore_client.plan import page_parts
-
-T = TypeVar("T")
+from tests.store.disk_machine import EXAMPLES, EvictingMachine
 
 PAGE_TOKENS = 4
 RANKS = 2
@@ -132,38 +127,22 @@ versions = st.sampled_from([b"a" * 16, b"b" * 16, b"c" * 16])
 ranks = st.sampled_from([0, 1, 1, 0, None])
 
 
-class ShardMachine(RuleBasedStateMachine):
+class ShardMachine(EvictingMachine):
     """The model: what each rank of each computation ever put, and the boundaries that were acknowledged as durable."""
+
+    space_name = "ns"
 
     @initialize(recipes=st.booleans(), max_ghosts=st.sampled_from([0, 3, 20]), policy=st.sampled_from(NAMES))
     def start(self, recipes: bool, max_ghosts: int, policy: str) -> None:
-        self.max_ghosts, self.policy = max_ghosts, policy
-        self.folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
-        self.generation = 0
-        self.loop = asyncio.new_event_loop()
-        self.loop.slow_callback_duration = 60
         self.brought: dict[tuple[Prefix, bytes, int], set[int]] = {}
         self.durable: set[Prefix] = set()
-        self.leases: list[int] = []
-        self.open()
+        self.begin(partial(config, max_ghosts=max_ghosts, policy=policy))
         settings_ = NamespaceSettings(tenant="default", name="ns", fingerprint="model", spec=SPEC, recipes=recipes)
         self.run(self.store.create_namespace(settings_))
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
-
-    @property
-    def data_dir(self) -> Path:
-        return self.folder / str(self.generation)
-
-    def open(self) -> None:
-        self.store = self.run(Store(config(self.data_dir, max_ghosts=self.max_ghosts, policy=self.policy)).__aenter__())
-        self.leases = []
+    def opened(self) -> None:
+        self.leases: list[int] = []
         self.pins: list[int] = []
-
-    @property
-    def space(self) -> Space:
-        return self.store.space("default", "ns")
 
     @rule(
         prefix=prefixes, version=versions, rank=ranks, durable=st.sampled_from([False, False, True]),
@@ -248,17 +227,6 @@ class ShardMachine(RuleBasedStateMachine):
             pass  # no room, or it overlaps with what another shard of the same put id brings
         self.store.release_lease(1, match.lease.id)
 
-    @rule(nbytes=st.integers(1, 60_000))
-    def evict_from_dram(self, nbytes: int) -> None:
-        self.run(self.store._residency.reclaim(nbytes))
-
-    @rule(nbytes=st.integers(1, 60_000), past_retention=st.booleans())
-    def evict_from_ssd(self, nbytes: int, past_retention: bool) -> None:
-        self.store._residency.make_ssd_room(nbytes, 1e12 if past_retention else time.time())
-        self.store._writeback.poke()
-        if past_retention:
-            self.durable.clear()  # what was promised was promised until then
-
     @rule(prefix=prefixes, from_page=st.integers(0, 3))
     def abandon(self, prefix: Prefix, from_page: int) -> None:
         pages = self.store.prefixes.abandon(self.space, tokens_of(prefix), {}, from_page)
@@ -302,11 +270,6 @@ class ShardMachine(RuleBasedStateMachine):
         if self.match(prefix).pages:
             self.pins.append(self.store.prefixes.pin(self.space, tokens_of(prefix), {}, 60).id)
 
-    @rule()
-    def unpin(self) -> None:
-        if self.pins:
-            self.store.prefixes.unpin(self.space, self.pins.pop())
-
     @rule(rank=st.integers(0, 1))
     def a_rank_dies(self, rank: int) -> None:
         self.store.release_owner(7 + rank)
@@ -315,20 +278,6 @@ class ShardMachine(RuleBasedStateMachine):
     def shards_do_not_come(self) -> None:
         self.store._puts.sweep(float("inf"))
         assert self.store.figures.pending_pages == 0
-
-    @rule()
-    def restart(self) -> None:
-        self.run(self.store.__aexit__(None, None, None))
-        self.open()
-
-    @rule()
-    def kill(self) -> None:
-        """What is on disk now, with nothing flushed, is all that the next daemon gets."""
-        old, copy = self.store, self.folder / str(self.generation + 1)
-        shutil.copytree(self.data_dir, copy)
-        self.run(old.__aexit__(None, None, None))
-        self.generation += 1
-        self.open()
 
     @invariant()
     def sound(self) -> None:
@@ -342,12 +291,8 @@ class ShardMachine(RuleBasedStateMachine):
                 self.store.release_lease(1, lease)
             for prefix in sorted(self.durable):
                 self.run(self.read_checked(prefix, (0, 4), (0, 2)))
-            self.run(self.store.__aexit__(None, None, None))
-            self.loop.close()
-            shutil.rmtree(self.folder)
+            self.end()
 
 
 TestShards = ShardMachine.TestCase
-TestShards.settings = settings(
-    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+TestShards.settings = EXAMPLES

@@ -1,18 +1,16 @@
 """The whole store in process, on a real disk, against a simple model; every invariant recomputed after each step."""
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.digests import slice_digest
 from kvstore.errors import BadRequest, Busy, Conflict, MissingParent, NoSpace, UnknownNamespace
@@ -24,8 +22,7 @@ from kvstore.store.checking.running import check_running
 from kvstore.store.checking.verify import CheckProgress, CheckReport
 from kvstore.tiers.policies.make import NAMES
 from kvstore.tiers.watermarks import Watermarks
-
-T = TypeVar("T")
+from tests.store.disk_machine import EXAMPLES, DiskMachine
 
 PAGE_TOKENS = 4
 SPEC = KVSpec(PAGE_TOKENS, (Component("full", 4, 2, 64),), max_slice_bytes=4096)
@@ -104,35 +101,18 @@ async def read(store: Store, space: Space, prefix: Prefix) -> int:
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(DiskMachine):
     """The model: which prefixes were ever put, and which were acknowledged as durable (those must never be missed)."""
+
+    space_name = "ns"
 
     @initialize(recipes=st.booleans(), policy=st.sampled_from(NAMES))
     def start(self, recipes: bool, policy: str) -> None:
-        self.policy = policy
-        self.folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
-        self.generation = 0
-        self.loop = asyncio.new_event_loop()
-        self.loop.slow_callback_duration = 60
         self.ever: set[Prefix] = set()
         self.durable: set[Prefix] = set()
         self.put_number = 0
-        self.open()
+        self.begin(partial(config, policy=policy))
         self.run(self.store.create_namespace(settings_named(recipes=recipes)))
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
-
-    @property
-    def data_dir(self) -> Path:
-        return self.folder / str(self.generation)
-
-    def open(self) -> None:
-        self.store = self.run(Store(config(self.data_dir, policy=self.policy)).__aenter__())
-
-    @property
-    def space(self) -> Space:
-        return self.store.space("default", "ns")
 
     @rule(prefix=prefixes, durable=st.sampled_from([False, False, True]), share=st.booleans(), now=st.booleans())
     def put(self, prefix: Prefix, durable: bool, share: bool, now: bool) -> None:
@@ -166,20 +146,6 @@ class StoreMachine(RuleBasedStateMachine):
             return
 
     @rule()
-    def restart(self) -> None:
-        self.run(self.store.__aexit__(None, None, None))
-        self.open()
-
-    @rule()
-    def kill(self) -> None:
-        """What is on disk now, with nothing flushed, is all that the next daemon gets."""
-        old, copy = self.store, self.folder / str(self.generation + 1)
-        shutil.copytree(self.data_dir, copy)
-        self.run(old.__aexit__(None, None, None))
-        self.generation += 1
-        self.open()
-
-    @rule()
     def check_while_serving(self) -> None:
         """In between, with the mover and the writer at work."""
 
@@ -200,15 +166,11 @@ class StoreMachine(RuleBasedStateMachine):
         if hasattr(self, "store"):
             for prefix in sorted(self.durable):
                 assert self.run(read(self.store, self.space, prefix)) == len(prefix)
-            self.run(self.store.__aexit__(None, None, None))
-            self.loop.close()
-            shutil.rmtree(self.folder)
+            self.end()
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(
-    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+TestStore.settings = EXAMPLES
 
 
 @pytest.mark.usefixtures("never_blocks")
