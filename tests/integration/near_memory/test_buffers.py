@@ -17,42 +17,58 @@ from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.near_memory.pages import SPEC, copied, fetched, random_pages, tokens
 
 
-def maps_of(pid: int) -> int:
-    """Buffers that a process maps, each perhaps in several stretches."""
+def mapped(pid: int) -> set[str]:
+    """The buffers that a process maps, each perhaps in several stretches, by the numbers of their files."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return len({line.split()[4] for line in lines if "memfd:kvstore-buffer" in line})
+    return {line.split()[4] for line in lines if "memfd:kvstore-buffer" in line}
 
 
-def descriptors() -> int:
-    return sum("memfd:kvstore-buffer" in str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+def descriptors() -> set[tuple[str, int]]:
+    """Those that this process has open: the descriptor, and the number of its file."""
+    entries = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and "memfd:kvstore-buffer" in str(entry.readlink())]
+    return {(entry.name, entry.stat().st_ino) for entry in entries}
 
 
-async def wait_until_the_daemon_maps(daemon: DaemonProcess, count: int) -> None:
-    async with asyncio.timeout(5):
-        while maps_of(daemon.pid) != count:
-            await asyncio.sleep(0.02)
+class Before:
+    """What there was when a test began: buffers of tests before it may go while it runs, so only new ones are counted."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon = daemon
+        self.ours, self.theirs, self.open = mapped(os.getpid()), mapped(daemon.pid), descriptors()
+
+    def added(self) -> tuple[int, int]:
+        """Buffers that this process has mapped since then, and those that it has open."""
+        return len(mapped(os.getpid()) - self.ours), len(descriptors() - self.open)
+
+    def added_in_the_daemon(self) -> int:
+        return len(mapped(self.daemon.pid) - self.theirs)
+
+    async def until_the_daemon_has_none(self) -> None:
+        async with asyncio.timeout(5):
+            while self.added_in_the_daemon():
+                await asyncio.sleep(0.02)
 
 
 async def test_a_buffer_that_nobody_has_any_more_goes_here_and_in_the_daemon(
     daemon: DaemonProcess, client: AsyncClient, namespace: Namespace
 ) -> None:
-    mine, theirs, files = maps_of(os.getpid()), maps_of(daemon.pid), descriptors()
+    before = Before(daemon)
     data = random_pages(1, 3)
     buffer = client.buffer(len(data))
     view = buffer.array[:]
     view[:] = data
     del buffer
-    before = copied(daemon)
+    copies = copied(daemon)
     await namespace.put(tokens(1, 3), view)
-    assert copied(daemon) == before + len(data), "a view of it is not known as a part of it any more"
+    assert copied(daemon) == copies + len(data), "a view of it is not known as a part of it any more"
     assert np.array_equal(await fetched(namespace, 1, 3), data)
-    assert (maps_of(os.getpid()), maps_of(daemon.pid), descriptors()) == (mine + 1, theirs + 1, files + 1)
+    assert (before.added(), before.added_in_the_daemon()) == ((1, 1), 1)
     del view
     gc.collect()
-    assert (maps_of(os.getpid()), descriptors()) == (mine, files)
-    await wait_until_the_daemon_maps(daemon, theirs)
+    assert before.added() == (0, 0)
+    await before.until_the_daemon_has_none()
     client.buffer(4096)
-    assert (maps_of(os.getpid()), descriptors()) == (mine, files), "it was never lent"
+    assert before.added() == (0, 0), "it was never lent"
     again = client.buffer(len(data))
     again.array[:] = random_pages(2, 3)
     await namespace.put(tokens(2, 3), again.array)
@@ -60,7 +76,7 @@ async def test_a_buffer_that_nobody_has_any_more_goes_here_and_in_the_daemon(
 
 
 async def test_a_buffer_that_was_dropped_says_so(daemon: DaemonProcess, client: AsyncClient, namespace: Namespace) -> None:
-    theirs, files = maps_of(daemon.pid), descriptors()
+    before = Before(daemon)
     data = random_pages(3, 1)
     buffer = client.buffer(len(data))
     buffer.array[:] = data
@@ -74,8 +90,8 @@ async def test_a_buffer_that_was_dropped_says_so(daemon: DaemonProcess, client: 
     await asyncio.gather(client.drop_buffer(buffer), client.drop_buffer(buffer))
     await client.drop_buffer(buffer)
     assert repr(buffer).endswith("bytes, dropped>")
-    assert descriptors() == files
-    await wait_until_the_daemon_maps(daemon, theirs)
+    assert before.added()[1] == 0
+    await before.until_the_daemon_has_none()
     for call in (lambda: buffer.array, buffer.populate):
         with pytest.raises(BadRequest, match="this buffer was dropped"):
             call()
@@ -145,7 +161,7 @@ async def test_a_closed_client_makes_none(daemon: DaemonProcess) -> None:
 
 
 def test_a_buffer_that_outlives_its_client_goes_quietly(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    before = descriptors()
+    before = Before(daemon)
     with Client(daemon.endpoint) as client:
         namespace = client.namespace("outlived", "rev-1", SPEC)
         view = client.buffer(2 * SPEC.page_bytes).array
@@ -153,5 +169,5 @@ def test_a_buffer_that_outlives_its_client_goes_quietly(daemon: DaemonProcess, c
         namespace.put(tokens(5, 2), view)
         namespace.drop()
     del view
-    assert descriptors() == before
+    assert before.added() == (0, 0)
     assert not capsys.readouterr().err
