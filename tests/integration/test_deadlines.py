@@ -13,7 +13,7 @@ import pytest
 from kvstore_client import AsyncClient, Client, Component, DeadlineExceeded, KVSpec, NotFound, direct, transfer
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, open_namespace
-from tests.integration.raw import stat, wait_for_baseline
+from tests.integration.raw import wait_for_baseline
 
 _LONG_S = 60.0
 BIG = KVSpec(4, (Component("full", 8, 2, 16384),), max_slice_bytes=1 << 20)
@@ -35,7 +35,7 @@ async def test_a_put_does_not_wait_to_give_itself_up(
 ) -> None:
     monkeypatch.setattr(transfer, "_ABORT_S", _LONG_S)
     data, tokens = np.ones(pages * BIG.page_bytes, np.uint8), np.arange(4 * pages, dtype=np.uint32)
-    before = int(stat(daemon.http)["tiers"]["dram"]["used"])
+    before = wait_for_baseline(daemon.http)
     async with AsyncClient(daemon.endpoint, shared_memory=near) as client:
         namespace = await client.namespace("still", "rev-1", BIG)
         await namespace.put(tokens[:4] + 1, data[: BIG.page_bytes])  # its ways are open
