@@ -225,9 +225,16 @@ class AsyncClient:
         before: Callable[[], None] | None = None,
     ) -> tuple[Any, bytes]:  # fmt: skip
         """One idempotent control request, repeated if the connection breaks; `before` each time the message is brought up to date."""
+        async with self.deadline(timeout):
+            return await self.ask(frame_type, message, reply, payload, before)
+
+    async def ask(
+        self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"",
+        before: Callable[[], None] | None = None,
+    ) -> tuple[Any, bytes]:  # fmt: skip
+        """As `call`, for who has a deadline."""
         if (line := current()) is not None:
-            async with self.deadline(timeout):
-                return await line.call(frame_type, message, reply, payload)
+            return await line.call(frame_type, message, reply, payload)
 
         async def attempt() -> tuple[Any, bytes]:
             connection = await self._for_requests()
@@ -235,8 +242,7 @@ class AsyncClient:
                 before()
             return await connection.call(frame_type, message, reply, payload)
 
-        async with self.deadline(timeout):
-            return await self._pool.retry(attempt)
+        return await self._pool.retry(attempt)
 
     async def _for_requests(self) -> Connection:
         """The connection for a request by itself. What was told over another one is done before."""
