@@ -1,9 +1,12 @@
 """What the commands print of namespaces, of a store by its configuration file, and of what is not there."""
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from kvstore.cli import watch
+from kvstore.cli.common import table_console
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, open_namespace
@@ -61,3 +64,24 @@ def test_what_is_there_before_the_pages_asked_about_is_told(daemon: DaemonProces
     tokens = ",".join(map(str, context(7_000).tolist()))
     done = kvstore(daemon, "why", "pages", "-t", tokens, "--first-page", "9")
     assert (done.returncode, "4 pages of this prefix are in pages, but none from page 9 on" in done.stderr) == (1, True), done.stderr
+
+
+def test_there_are_no_rates_over_a_restart(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ("--dram", "16MiB", "--ssd", "16MiB")
+    with DaemonProcess(data_dir, *place) as first:
+        with Client(first.endpoint) as client:
+            open_namespace(client).put(context(1), content(context(1)), durable=True)
+        looks = watch.looks(first.http, 0.1, 0)
+        before = next(looks)
+        assert watch.rates(*before)["put_pages"] == 0
+        port = urlsplit(first.http).port
+    with DaemonProcess(data_dir, *place, "--http-port", str(port)):
+        look = next(looks)
+        assert look[0]["totals"]["put_pages"] == 0 < before[0]["totals"]["put_pages"]
+        assert watch.rates(*look) == {}
+        table_console().print(watch.shown(*look))
+        words = capsys.readouterr().out
+        assert "restarted" in words
+        assert "/s" not in words.replace("matches/s", "")
+        assert watch.rates(*next(looks))["put_pages"] == 0
+        looks.close()
