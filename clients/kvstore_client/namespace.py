@@ -27,6 +27,7 @@ from kvstore_client.times import milliseconds, waiting_until
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 from kvstore_client.transfer import Progress
 from kvstore_client.view import LocalView, view_now, view_parts
+from kvstore_client.whole import Whole
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -216,8 +217,9 @@ class Namespace(PrefixCalls, TextCalls):
         Shards of one computation give the same `put_id` (16 bytes) and each its own parts; a page counts once all of them
         have put it, so parts of a component's layers or heads without a `put_id` are refused. Of a hybrid model, `parts` names all
         components that are put: a prefix is usable only where those are that its boundary needs.
-        `whole_s`: how long to wait for the others. With a leased `base`, `tokens` (and the pages of `extras`)
-        are those after it, while `first_page` and `spans` still count from the root; by default the put starts at the base.
+        `whole_s`: how long to wait for the others, all commits of the call together, however often they are sent. With a leased `base`,
+        `tokens` (and the pages of `extras`) are those after it, while `first_page` and `spans` still count from the root; by default the
+        put starts at the base.
         `hints` say whose turn it was, and how it ended. `recipe` is what is kept in place of the token ids, to compute the pages again,
         where the namespace keeps recipes.
 
@@ -233,13 +235,14 @@ class Namespace(PrefixCalls, TextCalls):
         if put_id is None:
             check_alone(self.spec, parts)
         raw = token_view(tokens, self.spec)
+        whole = Whole(whole_s)
         put_id, ack = put_id or secrets.token_bytes(DIGEST_BYTES), "durable" if durable else "memory"
         if self.spec.flat:
             message = PutStart(namespace=self.id, put_id=put_id, first_page=0, parts=[], ack=ack, hints=hints_meta(hints))
             if first_page or base is not None or recipe is not None:
                 raise BadRequest("in a flat namespace every page stands alone: there is no first page, no base and no recipe")
             commits = flat_commits(self.client.pool, self.spec, parts, raw, data, spans, extras)
-            return await put_flat(self.client, commits, message, whole_s, progress, timeout)
+            return await put_flat(self.client, commits, message, whole, progress, timeout)
         start = base.pages if base is not None else 0
         if first_page < 0:
             raise BadRequest(f"a put from page {first_page} on")
@@ -261,7 +264,7 @@ class Namespace(PrefixCalls, TextCalls):
                     hints=hints_meta(hints), recipe_kind=recipe.kind if recipe is not None else "",
                     recipes=recipe.of(first - first_page, last - first_page, total - first_page) if recipe is not None else [],
                 )  # fmt: skip
-                done.append(await put_once(self.client, message, payload, source, layout, whole_s, progress, alone=len(cut) == 1))
+                done.append(await put_once(self.client, message, payload, source, layout, whole, progress, alone=len(cut) == 1))
         return in_all(done)
 
     # --- streams -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from kvstore_client.put_layout import PutLayout
 from kvstore_client.scattered import Scattered, laid_out
 from kvstore_client.tokens import Extras, with_extras
 from kvstore_client.transfer import Progress
+from kvstore_client.whole import Whole
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -86,7 +87,7 @@ def _check_distinct(labels: memoryview, width: int, extras: Extras) -> None:
 
 
 async def put_flat(
-    client: "AsyncClient", commits: list[FlatCommit], message: PutStart, whole_s: float, progress: Progress | None, timeout: float | None
+    client: "AsyncClient", commits: list[FlatCommit], message: PutStart, whole: Whole, progress: Progress | None, timeout: float | None
 ) -> PutResult:
     """Put pages that stand alone, one commit after the other. `message` says of all of them what is the same."""
     done: list[Committed] = []
@@ -97,7 +98,7 @@ async def put_flat(
                 ranges, spans = commit.layout.between(0, commit.layout.total)
                 extra_pages, payload = with_extras(commit.labels, commit.extras)
                 start = msgspec.structs.replace(message, parts=part_list(ranges), spans=spans, extra_pages=extra_pages)
-                done.append(await put_once(client, start, payload, commit.source, commit.layout, whole_s, progress))
+                done.append(await put_once(client, start, payload, commit.source, commit.layout, whole, progress))
                 existing += [(first + commit.first, last + commit.first) for first, last in done[-1].existing]
     return replace(in_all(done), existing=_joined(existing))
 
