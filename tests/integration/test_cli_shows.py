@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.cli import watch
 from kvstore.cli.common import table_console
-from kvstore_client import Client
+from kvstore_client import Client, Component, KVSpec, fingerprint_revision
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, open_namespace
 from tests.integration.secured import ADMIN, ALICE, BOB, write_tokens
@@ -85,3 +85,35 @@ def test_there_are_no_rates_over_a_restart(data_dir: Path, capsys: pytest.Captur
         assert "/s" not in words.replace("matches/s", "")
         assert watch.rates(*next(looks))["put_pages"] == 0
         looks.close()
+
+
+HYBRID = KVSpec(
+    16,
+    (
+        Component("full", 8, 2, 64),
+        Component("window", 24, 2, 64, window=1024),
+        Component("state", 12, 1, 4096, dtype="f32", planes=1),
+    ),
+)
+
+
+def test_a_hybrid_namespace_is_the_one_that_the_sdk_makes(daemon: DaemonProcess) -> None:
+    shape = ("--kv-heads", "2", "--head-dim", "64", "--page-tokens", "16", "--model", "hybrid@v1.0")
+    others = (
+        "--component",
+        "window,layers=24,window=1024",
+        "--component",
+        "state, layers=12, kv-heads=1, head_dim=4096, planes=1, dtype=f32",
+    )
+    made = kvstore(daemon, "ns", "create", "hybrid", "--layers", "8", *shape, *others)
+    assert made.returncode == 0, made.stderr
+    assert "window over 1,024 tokens: 24 layers" in made.stdout
+    with Client(daemon.endpoint) as client:
+        namespace = client.namespace("hybrid")
+        assert namespace.spec == HYBRID
+        model = fingerprint_revision("hybrid", "v1.0", settings={"kv_dtype": "bf16"})
+        assert client.namespace("hybrid", model, HYBRID).id == namespace.id
+        assert (
+            as_json(kvstore(daemon, "ns", "create", "hybrid", *shape, "--component", "full,layers=8", *others, "--json"))["id"]
+            == namespace.id
+        )
