@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.errors import Cancelled, NotFound
 from kvstore.radix.check import check_links, check_place, check_run, is_node
 from kvstore.radix.pages import RECIPE
-from kvstore.radix.structure import ROOT
+from kvstore.radix.tables import ROOT
 from kvstore.store.checking.check import check_counts, unneeded
 from kvstore.store.checking.verify import CheckProgress, CheckReport, NamespaceChecked, check_recipes, needed_by, note_losses
 from kvstore.store.dram.reading import Held
