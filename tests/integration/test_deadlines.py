@@ -14,7 +14,7 @@ import pytest
 from kvstore_client import AsyncClient, Client, Component, DeadlineExceeded, KVSpec, NotFound, client, direct, transfer
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, open_namespace
-from tests.integration.raw import wait_for_baseline
+from tests.integration.raw import stat, wait_for_baseline
 
 _LONG_S = 60.0
 BIG = KVSpec(4, (Component("full", 8, 2, 16384),), max_slice_bytes=1 << 20)
