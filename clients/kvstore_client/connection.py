@@ -28,6 +28,7 @@ from kvstore.api.wire import (
     unpack,
 )
 from kvstore.api.wire.descriptors import DescriptorChannel
+from kvstore.api.wire.eager import Begun, begin
 from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseRequest, Matched, Message, PutHandle, PutReady
 from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore.api.wire.spin import Spin, spin_s
@@ -190,6 +191,16 @@ class Connection(Answers[asyncio.Future[Frame]]):
         """Send a request that is not answered. The daemon does it before what is sent over this connection next."""
         self._raise_if_lost()
         await self._send(encode(frame_type, next(self._numbers), pack(message)))
+
+    def tell_soon(self, frame_type: FrameType, message: Message) -> bool:
+        """As `tell`, but what can't be sent at once is sent by itself. False if the connection is lost."""
+        try:
+            rest = begin(self.tell(frame_type, message))
+        except ConnectionLost:
+            return False
+        if rest is not None:
+            self._adopt(_end(rest))
+        return True
 
     async def call_behind(self, send: Sender, frame_type: FrameType, message: Message, reply: type[M]) -> M:
         """As `call`, but the request is sent by `send`, behind something else that goes out with it."""
@@ -428,6 +439,11 @@ class Connection(Answers[asyncio.Future[Frame]]):
             await self._send(encode(frame_type, next(self._numbers), pack(message)))
         except ConnectionLost:
             pass  # then the daemon ends it with the session
+
+
+async def _end(begun: Begun[None]) -> None:
+    with contextlib.suppress(ConnectionLost):  # the next request finds out
+        await begun
 
 
 def _heard(done: "asyncio.Future[tuple[Header, bytes, bytes]]") -> None:
