@@ -16,6 +16,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TextIO
 
 from kvstore_workers.daemon_process import Launched, launch
+from tests.ports import with_own_ports
 
 _IMPORTED = ["kvstore.cli.app", "kvstore.cli.serve", "kvstore.daemon"]
 _COMMAND = [sys.executable, "-m", "kvstore"]
@@ -79,6 +80,7 @@ class Fork:
 
 def launch_forked(command: Sequence[str], environment: Mapping[str, str]) -> Launched:
     """Start a daemon by forking, if nothing has to be there before Python is."""
+    command = with_own_ports(command)
     own = {name for name, value in environment.items() if os.environ.get(name) != value}
     if list(command[:3]) != _COMMAND or not all(name.startswith("KVSTORE_") for name in own):
         return launch(command, environment)
