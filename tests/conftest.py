@@ -64,7 +64,7 @@ BLOCKING = [
 
 def pytest_configure(config: pytest.Config) -> None:
     """Daemons start quickly, but for engines, which have ideas of their own about processes."""
-    if not any("engines" in argument for argument in config.args):
+    if not any("engines" in Path(argument).parts for argument in config.args):
         DaemonProcess.launch = staticmethod(launch_forked)
 
 
