@@ -66,6 +66,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Daemons start quickly, but for engines, which have ideas of their own about processes."""
     if not any("engines" in Path(argument).parts for argument in config.args):
         DaemonProcess.launch = staticmethod(launch_forked)
+        _give_random_tests_their_time()
+
+
+def _give_random_tests_their_time() -> None:
+    """On a busy machine any example may take long: that is no fault."""
+    from hypothesis import HealthCheck, settings  # engines do without
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 @pytest.fixture
