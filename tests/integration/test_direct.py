@@ -119,8 +119,8 @@ def test_an_interrupt(daemon: DaemonProcess) -> None:
             main = threading.main_thread().ident
             assert main is not None
             killer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
-            killer.start()
             with pytest.raises(KeyboardInterrupt):
+                killer.start()
                 client.ping()
             killer.join()
         finally:
