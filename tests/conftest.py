@@ -98,6 +98,11 @@ def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One more than there are processors: half of the time a test waits for a daemon, or for a time to be over."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes first: the quick ones at the end keep all workers busy until it."""
     items.sort(key=lambda item: item.path.parent.name not in PROCESSES)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TextIO
 
 from kvstore_workers.daemon_process import Launched, launch
@@ -20,12 +20,18 @@ _IMPORTED = ["kvstore.cli.app", "kvstore.cli.serve", "kvstore.daemon"]
 _COMMAND = [sys.executable, "-m", "kvstore"]
 
 
+def forking() -> ForkServerContext:
+    """What makes processes that are forks of the one that has imported it all."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
 class ForkedDaemon:
     """A running fork, in the shape of a `subprocess.Popen`."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+        context = forking()
         ours, theirs = context.Pipe(duplex=False)
         self._process: ForkServerProcess = context.Process(target=_run, args=(list(arguments), dict(environment), theirs), daemon=True)
         with theirs:

@@ -58,10 +58,11 @@ def first_line(process: "subprocess.Popen[str]") -> str:
 
 
 def test_killed_in_the_middle_of_a_put(start: Faulty) -> None:
-    daemon = start(dram="32MiB")
+    daemon = start(dram="64MiB")
     baseline, aborted = Held.by(daemon), 0
     for round_number in range(3):
         with victim(daemon, "put", 1_000_000 * (round_number + 1)) as process:
+            first_line(process)
             kill_when(daemon, process, lambda held: held.puts_open > 0)
         wait_for_baseline(daemon, baseline)
         assert stat(daemon.http)["totals"]["puts_aborted"] > aborted, "no put was cut off: this test shows nothing"

@@ -20,6 +20,7 @@ from kvstore.api.wire import FrameType
 from kvstore.api.wire.same_host import SegmentsRequest
 from kvstore_client import AsyncClient, Client, NotFound
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.commands import kvstore
 from tests.faults.baseline import Held, wait_for_baseline
 from tests.faults.conftest import Faulty
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
@@ -201,7 +202,5 @@ def test_clients_that_come_and_go_leave_nothing(start: Faulty) -> None:
             with namespace.match(tokens) as match:
                 assert namespace.view(match).valid
         wait_for_baseline(daemon, baseline)
-    report = subprocess.run(
-        [sys.executable, "-m", "kvstore", "check", "--http", daemon.http], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    report = kvstore("check", "--http", daemon.http)
     assert report.returncode == 0, report.stdout + report.stderr

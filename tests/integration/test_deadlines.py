@@ -36,7 +36,7 @@ async def test_a_put_does_not_wait_to_give_itself_up(
 ) -> None:
     monkeypatch.setattr(transfer, "_ABORT_S", _LONG_S)
     data, tokens = np.ones(pages * BIG.page_bytes, np.uint8), np.arange(4 * pages, dtype=np.uint32)
-    before = int(stat(daemon.http)["tiers"]["dram"]["used"])
+    before = wait_for_baseline(daemon.http)
     async with AsyncClient(daemon.endpoint, shared_memory=near) as client:
         namespace = await client.namespace("still", "rev-1", BIG)
         await namespace.put(tokens[:4] + 1, data[: BIG.page_bytes])  # its ways are open

@@ -14,7 +14,7 @@ from kvstore_client.blocking import Namespace
 from kvstore_client.direct import Line
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
-from tests.integration.raw import stat
+from tests.integration.raw import stat, wait_for_baseline
 
 
 def line_of(client: Client) -> Line | None:
@@ -184,6 +184,7 @@ def test_a_view(daemon: DaemonProcess) -> None:
 
 
 def test_nothing_is_left(daemon: DaemonProcess) -> None:
+    wait_for_baseline(daemon.http)
     with Client(daemon.endpoint) as client:
         namespace = open_namespace(client)
         namespace.put(context(8000), content(context(8000)))
@@ -192,11 +193,7 @@ def test_nothing_is_left(daemon: DaemonProcess) -> None:
         kept = namespace.match(context(8000))
         assert stat(daemon.http)["leases"] == 1
     assert line.lost is not None
-    for _ in range(100):
-        if not stat(daemon.http)["leases"]:
-            break
-        time.sleep(0.02)
-    assert stat(daemon.http)["leases"] == 0
+    wait_for_baseline(daemon.http)
     kept.release()
 
 
