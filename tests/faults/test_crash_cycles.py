@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvstore_workers.daemon_process import DaemonProcess
 from tests.faults.baseline import unexpected
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.test_crash import Load
+from tests.waiting import wait_until
 
 KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "3"))
 SIZES = ("--dram", "8MiB", "--ssd", "16GiB")
@@ -59,6 +61,11 @@ class Unrest(threading.Thread):
                 self.done += 1
 
 
+def under_way(loads: list[Load]) -> bool:
+    """Whether something was acknowledged as durable, or never will be."""
+    return sum(len(load.durable) for load in loads) > 1 or not all(load.is_alive() for load in loads)
+
+
 @pytest.mark.timeout(3600 if KILLS > 20 else 300)
 def test_kill_9_under_mixed_load(data_dir: Path) -> None:
     rng = np.random.default_rng(1)
@@ -74,7 +81,8 @@ def test_kill_9_under_mixed_load(data_dir: Path) -> None:
         threads: tuple[Load | Unrest, ...] = (*loads, others)
         for thread in threads:
             thread.start()
-        loads[0].join(timeout=float(rng.uniform(0.1, 0.6)))
+        wait_until(partial(under_way, loads))
+        loads[0].join(timeout=float(rng.uniform(0, 0.5)))
         daemon.kill()
         for thread in threads:
             thread.join(timeout=30)

@@ -24,6 +24,7 @@ from tests.integration.test_http import ask
 EXAMPLES = os.environ.get("OPENAPI_EXAMPLES", "6")
 TOKEN_EXAMPLES = os.environ.get("OPENAPI_EXAMPLES", "2")
 """Of each operation: what is new with tokens is the same for every body."""
+pytestmark = pytest.mark.timeout(3600 if "OPENAPI_EXAMPLES" in os.environ else 300)
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 

@@ -99,6 +99,7 @@ async def replay(trace: Trace, clock: TraceClock, client: AsyncClient) -> int:
     return hits
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("policy", "admission"), [("lru", "all"), ("classifier", "all"), ("classifier", "classifier")])
 async def test_the_daemon_hits_what_the_lab_says(trace: Trace, tmp_path: Path, policy: str, admission: str) -> None:
     """What is refused on SSD depends on little in so short an excerpt: of that is asked only that it costs nothing."""
@@ -106,7 +107,7 @@ async def test_the_daemon_hits_what_the_lab_says(trace: Trace, tmp_path: Path, p
     dram, ssd = unique * 15 // 100 * SLOT, unique * 30 // 100 * EXTENT
     clock = TraceClock()
     async with daemon_with(clock, tmp_path / "d", dram, ssd, policy, admission) as client:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(250):
             hits = await replay(trace, clock, client)
     lab = Comparison(trace, batch=HIGH - LOW, hints=False, ssd_loss=None)
     said = lab.run(policy, int(dram * HIGH), ssd * SLOT // EXTENT).hit_ratio
