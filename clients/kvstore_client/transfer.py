@@ -41,15 +41,13 @@ async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: mem
         for stripe in plan.stripes:
             await line.fetch(namespace, stripe, target, plan)
         return
-    if plan.priority == "bulk":
-        with pool.bulk():
-            await _fetch_striped(pool, namespace, plan, target)
-        return
-    if len(plan.stripes) == 1 and (connection := pool.at_hand()) is not None:  # as below, for what is small
-        with suppress(ConnectionLost):
-            await connection.fetch(namespace, plan.stripes[0], target, plan)
-            return
-    await _fetch_striped(pool, namespace, plan, target)
+    alone = pool.at_hand() if len(plan.stripes) == 1 else None
+    with pool.bulk(plan.priority == "bulk"):
+        if alone is not None:  # as below, where there is nothing to choose
+            with suppress(ConnectionLost):
+                await alone.fetch(namespace, plan.stripes[0], target, plan)
+                return
+        await _fetch_striped(pool, namespace, plan, target)
 
 
 async def _fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview) -> None:
@@ -108,13 +106,17 @@ async def send_striped(pool: Pool, handle: int, frames: Sequence[SliceFrame], da
 
 
 async def put_at_once(
-    connection: Connection, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame], data: memoryview, closing: Closing,
-    progress: Progress | None = None,
+    connection: Connection, start: PutStart, payload: bytes | memoryview, cut: Callable[[], Sequence[SliceFrame]], data: memoryview,
+    closing: Closing, progress: Progress | None = None,
 ) -> Committed:  # fmt: skip
-    """Put without asking what is wanted: one journey to the daemon and back, on one connection. What it says on the way is listened to."""
-    total, sent, breath = sum(frame.nbytes for frame in frames), 0, 0
+    """Put without asking what is wanted: one journey to the daemon and back, on one connection. What it says on the way is listened to.
+
+    `cut` makes the frames: it is called once the daemon has the PUT to think about.
+    """
     committed: Committed | None = None
     async with connection.unanswered(FrameType.PUT, start, payload) as put:
+        frames = cut()
+        total, sent, breath = sum(frame.nbytes for frame in frames), 0, 0
         wanted: Wanted | None = None
         for group in _groups(frames, 0 if progress is not None or not connection.local else _GROUP_BYTES):
             if wanted is None and (ready := put.said(PutReady)) is not None:
