@@ -6,7 +6,6 @@ Streams of layers are in streams.py.
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, Busy, FrameType, KVSpec, PartRange
@@ -111,10 +110,9 @@ async def _attempt(
         if message.handle and near is not None:
             frames = layout.frames(wanted, parts, near_frame_bytes(client, data))
             return await put_near_at_once(client, near, message, payload, frames, data, closing, progress)
-        cut = partial(layout.frames, wanted, parts, LINK_STRIPE if near is None and pool.several else MAX_BULK_PAYLOAD)
+        frames = layout.frames(wanted, parts, LINK_STRIPE if near is None and pool.several else MAX_BULK_PAYLOAD)
         if message.handle:
-            return await put_at_once(connection, message, payload, cut, data, closing, progress)
-        frames = cut()
+            return await put_at_once(connection, message, payload, frames, data, closing, progress)
         if near is not None:
             done = await put_near(client, near, closing, frames, data, message.ack == "durable", progress)
             if done is not None:

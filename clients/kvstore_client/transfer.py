@@ -106,17 +106,13 @@ async def send_striped(pool: Pool, handle: int, frames: Sequence[SliceFrame], da
 
 
 async def put_at_once(
-    connection: Connection, start: PutStart, payload: bytes | memoryview, cut: Callable[[], Sequence[SliceFrame]], data: memoryview,
-    closing: Closing, progress: Progress | None = None,
+    connection: Connection, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame], data: memoryview, closing: Closing,
+    progress: Progress | None = None,
 ) -> Committed:  # fmt: skip
-    """Put without asking what is wanted: one journey to the daemon and back, on one connection. What it says on the way is listened to.
-
-    `cut` makes the frames: it is called once the daemon has the PUT to think about.
-    """
+    """Put without asking what is wanted: one journey to the daemon and back, on one connection. What it says on the way is listened to."""
+    total, sent, breath = sum(frame.nbytes for frame in frames), 0, 0
     committed: Committed | None = None
     async with connection.unanswered(FrameType.PUT, start, payload) as put:
-        frames = cut()
-        total, sent, breath = sum(frame.nbytes for frame in frames), 0, 0
         wanted: Wanted | None = None
         for group in _groups(frames, 0 if progress is not None or not connection.local else _GROUP_BYTES):
             if wanted is None and (ready := put.said(PutReady)) is not None:
