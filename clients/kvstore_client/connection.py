@@ -33,7 +33,7 @@ from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseReques
 from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore.api.wire.spin import Spin, spin_s
 from kvstore.api.wire.writing import Bulk
-from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
+from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, cut_off, fetch_request, without_a_word
 from kvstore_client.plan import FetchPlan
 from kvstore_client.progress import bytes_received
 from kvstore_client.stripes import Stripe
@@ -151,6 +151,10 @@ class Connection(Answers[asyncio.Future[Frame]]):
                 await self._channel.shake_hands()
         except TimeoutError:
             raise ConnectionLost("no TLS handshake: does the daemon speak TLS there?") from None
+        except ConnectionLost as error:
+            if error.__cause__ is None or cut_off(error):
+                raise without_a_word("it does not speak TLS there") from error
+            raise
         await self._greet(hello)
         self._reader = asyncio.create_task(self._read_replies(), name="kvstore-client-reader")
 

@@ -119,9 +119,13 @@ def test_an_interrupt(daemon: DaemonProcess) -> None:
             main = threading.main_thread().ident
             assert main is not None
             killer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
-            killer.start()
-            with pytest.raises(KeyboardInterrupt):
+
+            def ping() -> None:
+                killer.start()
                 client.ping()
+
+            with pytest.raises(KeyboardInterrupt):
+                ping()
             killer.join()
         finally:
             signal.signal(signal.SIGINT, before)
