@@ -52,24 +52,26 @@ async def fetch_blocks(
 ) -> int:  # fmt: skip
     """Fetch blocks into the caller's buffer. Returns the bytes. Raises NotFound (Corrupt) for what no way brings."""
     client, namespace = match.namespace.client, match.namespace.id
-    arrivals = Arrivals(blocks, on_group, progress)
-    items = [item for block in blocks for item in block.items()] if match.places() else []
-    blobs = await near_blobs(match, items)
-    left = blocks
-    if blobs:
-        started = time.perf_counter()
-        left = blocks_of(await copy_near(blobs, items, target, arrivals.near))
-        client.same_host.copied.add(arrivals.near_bytes, time.perf_counter() - started)
+    left, nbytes = blocks, sum(block.nbytes for block in blocks)
+    if match.places():
+        arrivals = Arrivals(blocks, on_group, progress)
+        items = [item for block in blocks for item in block.items()]
+        blobs = await near_blobs(match, items)
+        if blobs:
+            started = time.perf_counter()
+            left = blocks_of(await copy_near(blobs, items, target, arrivals.near))
+            client.same_host.copied.add(arrivals.near_bytes, time.perf_counter() - started)
+            progress = arrivals.far
     if left:
         plan = FetchPlan(
-            left, client.pool.spread, on_group=on_group, progress=arrivals.far if blobs else progress,
+            left, client.pool.spread, on_group=on_group, progress=progress,
             stripe_bytes=LINK_STRIPE if client.pool.several else 0,
-            priority=priority or ("interactive" if arrivals.nbytes <= INTERACTIVE_BYTES else "bulk"),
+            priority=priority or ("interactive" if nbytes <= INTERACTIVE_BYTES else "bulk"),
             frame_bytes=MAX_DATA_PAYLOAD if client.pool.local else 0,
         )  # fmt: skip
         await fetch_striped(client.pool, namespace, plan, target)
         plan.verify()
-    return arrivals.nbytes
+    return nbytes
 
 
 async def near_blobs(match: "Match", items: list[Item]) -> dict[bytes, NearBlob]:

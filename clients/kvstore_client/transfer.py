@@ -41,18 +41,20 @@ async def fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: mem
         for stripe in plan.stripes:
             await line.fetch(namespace, stripe, target, plan)
         return
+    alone = pool.at_hand() if len(plan.stripes) == 1 else None
     if plan.priority == "bulk":
         with pool.bulk():
-            await _fetch_striped(pool, namespace, plan, target)
-        return
-    if len(plan.stripes) == 1 and (connection := pool.at_hand()) is not None:  # as below, for what is small
+            await _fetch_striped(pool, namespace, plan, target, alone)
+    else:
+        await _fetch_striped(pool, namespace, plan, target, alone)
+
+
+async def _fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview, alone: Connection | None) -> None:
+    """As `fetch_striped`; all of it over one connection, if it is to go `alone` and that one does not break."""
+    if alone is not None:
         with suppress(ConnectionLost):
-            await connection.fetch(namespace, plan.stripes[0], target, plan)
+            await alone.fetch(namespace, plan.stripes[0], target, plan)
             return
-    await _fetch_striped(pool, namespace, plan, target)
-
-
-async def _fetch_striped(pool: Pool, namespace: str, plan: FetchPlan, target: memoryview) -> None:
     if pool.several and not plan.provisional:  # those of a put under way wait for somebody else: it does not tell which link is slow
         await fetch_linked(pool, namespace, plan, target)
         return

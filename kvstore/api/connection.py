@@ -7,8 +7,8 @@ connection, at most `MAX_REQUESTS` at a time. The loop stops reading while there
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from kvstore import __version__
@@ -295,17 +295,12 @@ class Connection:
                     self._tasks.under_way[header.request].urgent = True
 
     async def _stream(self, request: int, asked: Asked) -> None:
-        with self._fetching(asked):
+        session, traffic = self.session, self._traffic
+        with (
+            session.fetching(asked.nbytes, len(asked.runs)),
+            nullcontext() if traffic is None else traffic.fetching(self.channel, asked.priority, session.link.bytes_s),
+        ):
             await stream_fetch(self, request, asked)
-
-    @contextmanager
-    def _fetching(self, asked: Asked) -> Iterator[None]:
-        with self.session.fetching(asked.nbytes, len(asked.runs)):
-            if self._traffic is None:
-                yield
-                return
-            with self._traffic.fetching(self.channel, asked.priority, self.session.link.bytes_s):
-                yield
 
     def _refusal(self, kind: FrameType) -> Forbidden | None:
         """Why the token does not allow a frame; None if it does. Raises ProtocolError for what no client sends."""

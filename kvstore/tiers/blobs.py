@@ -16,6 +16,7 @@ from kvstore.hash_index import HashIndex
 from kvstore.kvspec import SliceLayout
 
 NO_SLOT = -1
+_FEW = 8
 
 
 class BlobTable:
@@ -64,6 +65,13 @@ class BlobTable:
         if rows.max() < 0 or (rows.min() >= 0 and self.ids_of(rows) == names):
             return rows
         return np.array([self.find(names[at : at + DIGEST_BYTES]) for at in range(0, len(names), DIGEST_BYTES)], np.int32)
+
+    def find_each(self, names: Sequence[bytes]) -> list[int]:
+        """As `find_many`. Few are looked up one by one: behind bulk nothing is in the caches, and each thing asked of numpy takes 20 µs."""
+        if len(names) <= _FEW:
+            return [self.find(name) for name in names]
+        found: list[int] = self.find_many(b"".join(names)).tolist()
+        return found
 
     def _find_run(self, names: bytes) -> int:
         """The first of the rows of some blobs if those lie in a row, as what was put at once does, and all of it is in DRAM; else -1.

@@ -61,3 +61,12 @@ def test_neighbours_are_found_by_one_look_and_only_while_they_are_there() -> Non
     rows.append(table.add(bytes(15) + b"x", SliceLayout((32, 32))))
     assert table.common_layout(np.array([rows[0], rows[-1]], np.int32)) is None
     assert table.find_many(b"").tolist() == []
+
+
+def test_few_are_found_as_many_are() -> None:
+    table = BlobTable(100)
+    names = [bytes([number]) * 16 for number in range(30)]
+    rows = [table.add(name, SliceLayout((1,))) for name in names[:20]]
+    assert table.find_each([]) == []
+    assert table.find_each(names[18:23]) == [*rows[18:20], -1, -1, -1]
+    assert table.find_each(names) == [*rows, *[-1] * 10]

@@ -114,10 +114,8 @@ class Put(Receiving):
         blobs = self.space.blobs
         if not blobs.count:
             return []
-        rows = blobs.find_many(b"".join(self._blob_ids()))
-        rows = rows[rows >= 0]
-        found: list[int] = rows[blobs.slot[rows] != NO_SLOT].tolist()
-        return found
+        there = [row for row in blobs.find_each(self._blob_ids()) if row >= 0]
+        return [row for row in there if blobs.slot[row] != NO_SLOT]
 
     async def name_blobs(self) -> None:
         """Compute the blob ids of what was received, giving way to others in between; nothing as long as not all of it was."""
@@ -142,7 +140,7 @@ class Put(Receiving):
         rows = np.full(self._wanted.shape, -1, np.int32)
         try:
             names = self._blob_ids()
-            found: list[int] = self.space.blobs.find_many(b"".join(names)).tolist() if names else []
+            found = self.space.blobs.find_each(names)
             if names and max(found) < 0 and not self._followers and len(set(names)) == len(names):
                 self._hand_over_new(rows, names)
                 names, found = [], []

@@ -36,6 +36,8 @@ class Receiving:
         self._layouts: tuple[SliceLayout, ...] = tuple(space.spec.slice_layout(r) for r in request.ranges)
         self._slice_base = list(accumulate((layout.count for layout in self._layouts), initial=0))
         self._wanted = np.zeros((0, len(self._layouts)), np.bool_)
+        self._wants_all = False
+        """Whether every part is wanted on every page, as of most puts: what follows from that needs no look at each, nor any of numpy."""
         self._slots = np.zeros((0, len(self._layouts)), np.int64)
         self._received = self._wanted
         self._claimed = self._received
@@ -63,7 +65,7 @@ class Receiving:
 
     def want(self, wanted: npt.NDArray[np.bool_]) -> None:
         """Fix which parts (pages, parts) are to be sent."""
-        self._wanted = wanted
+        self._wanted, self._wants_all = wanted, bool(wanted.all())
         self._slots = np.full(wanted.shape, NO_SLOT, np.int64)
         sent = np.repeat(wanted, [layout.count for layout in self._layouts], axis=1)
         self._received, self._claimed = ~sent, ~sent
@@ -74,12 +76,14 @@ class Receiving:
 
     def wanted_cells(self) -> list[tuple[int, int]]:
         """(page, part) of all that is to be sent, in order."""
+        if self._wants_all:
+            return [(page, part) for page in range(self.first_page, self.total_pages) for part in range(len(self._layouts))]
         rows, parts = np.nonzero(self._wanted)
         return list(zip((rows + self.first_page).tolist(), parts.tolist(), strict=True))
 
     def wanted_runs(self) -> list[tuple[int, int, int]]:
         """(part, first page, last page) of all that is to be sent; pages half-open."""
-        if self._wanted.all():
+        if self._wants_all:
             return [(part, self.first_page, self.total_pages) for part in range(self._wanted.shape[1])]
         runs = []
         for part in range(self._wanted.shape[1]):
@@ -90,7 +94,7 @@ class Receiving:
     @property
     def all_wanted(self) -> bool:
         """Whether all that is announced is to be sent."""
-        return bool(np.array_equal(self._wanted, self.in_spans()))
+        return self._wants_all or bool(np.array_equal(self._wanted, self.in_spans()))
 
     def wants(self, page: int, part: int) -> bool:
         """Whether a part is to be sent."""
@@ -105,7 +109,7 @@ class Receiving:
     @property
     def brings_all(self) -> bool:
         """Whether every part is wanted on every page."""
-        return bool(self._wanted.all())
+        return self._wants_all
 
     def add_slot(self, page: int, part: int, slot: int) -> None:
         """Take over a DRAM slot. Raises why the put ended (and frees the slot) if it did while it was being allocated."""
