@@ -28,7 +28,10 @@ class SpinningSelector(selectors.EpollSelector):
             seconds, self._expected_s = self._expected_s, 0.0
             if self._spin.worth() and (ready := self._spin.look(partial(super().select, 0), seconds)):
                 return ready
-        return super().select(timeout)
+        ready = super().select(timeout)
+        if ready:
+            self._expected_s = 0.0  # it has come while something else was done
+        return ready
 
 
 class Loop(asyncio.SelectorEventLoop):

@@ -1,18 +1,24 @@
 """Thread pools whose threads are all there from the beginning."""
 
+import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from kvstore.errors import Busy
 
 
-def started_pool(count: int, name: str) -> ThreadPoolExecutor:
+def started_pool(count: int, name: str, *, apart: bool = False) -> ThreadPoolExecutor:
     """A pool that never has to start a thread again. Raises Busy if the system does not give so many.
+
+    With `apart` each of its threads has processors of its own, where there are enough: systems that pack what is short onto one would
+    have them wait for each other, and for whoever they work with.
 
     An executor that can't start a thread raises RuntimeError when the work is in its queue already: it may run later, unexpected,
     in memory that is somebody else's by then.
     """
-    pool, all_there = ThreadPoolExecutor(count, name), threading.Event()
+    pool, all_there = ThreadPoolExecutor(count, name, _keep_apart(count) if apart else None), threading.Event()
     try:
         for _ in range(count):
             pool.submit(all_there.wait)  # none of them is idle, so each gets a thread
@@ -23,3 +29,16 @@ def started_pool(count: int, name: str) -> ThreadPoolExecutor:
     finally:
         all_there.set()
     return pool
+
+
+def _keep_apart(count: int) -> Callable[[], None]:
+    """What each of so many threads is to begin with: it takes its share of the processors that this process may use."""
+    usable = sorted(os.sched_getaffinity(0))
+    shares = iter([usable[first::count] for first in range(count)])
+
+    def take() -> None:
+        if share := next(shares):
+            with suppress(OSError):  # then it runs wherever it may
+                os.sched_setaffinity(0, share)  # of this thread
+
+    return take

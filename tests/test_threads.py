@@ -1,5 +1,6 @@
 """Pools that need no thread any more once they are made."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -51,6 +52,22 @@ def test_too_few_threads_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in begun:
         thread.join(20)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("count", [2, 64])
+def test_threads_that_are_to_be_apart_share_no_processor(count: int) -> None:
+    usable, together = os.sched_getaffinity(0), threading.Barrier(count)
+
+    def meet() -> set[int]:
+        together.wait(20)
+        return os.sched_getaffinity(0)
+
+    with started_pool(count, "some", apart=True) as pool:
+        shares = [each.result() for each in [pool.submit(meet) for _ in range(count)]]
+    assert set.union(*shares) == usable == os.sched_getaffinity(0)
+    alone = [share for share in shares if share != usable]
+    assert sum(map(len, alone)) == len(set.union(*alone)), "a processor is in two shares"
+    assert len(alone) == min(count, len(usable))
 
 
 async def test_the_loop_is_not_held_by_it(never_blocks: BlockBuster) -> None:

@@ -37,7 +37,7 @@ from kvstore.api.wire.messages import (
 from kvstore.errors import BadRequest, KVStoreError, NotFound
 from kvstore.hints import Hints
 from kvstore.kvspec import KVSpec
-from kvstore.store import Ack, NamespaceSettings, PutRequest, PutResult
+from kvstore.store import Ack, NamespaceSettings, Put, PutRequest, PutResult
 from kvstore.store.settings import Rebuild
 
 MAX_COMMIT_WAIT_MS = 60_000
@@ -155,6 +155,8 @@ async def _commit(context: Context, message: Commit, payload: bytes) -> Reply:
     except KVStoreError:  # spoilt, or there is no room: its client asks before it sends it again, and it must not take room beside that
         context.store.abort_put(put)
         raise
+    if (reply := _answered_first(context, put)) is not None:
+        return reply
     return _committed(await context.store.commit_put(put, min(message.whole_ms, MAX_COMMIT_WAIT_MS) / 1000))
 
 
@@ -162,8 +164,13 @@ def commit_now(context: Context, message: Commit, payload: bytes) -> Reply | Non
     """The answer to a COMMIT that has nothing to wait for, which is the rule for one that came behind its slices; None for others."""
     if payload or message.whole_ms > 0:
         return None
+    return _answered_first(context, context.store.get_put(context.session.owner, message.handle))
+
+
+def _answered_first(context: Context, put: Put) -> Reply | None:
+    """The answer to the COMMIT of a put that can't but succeed, which is taken in behind it; None, with nothing done, for others."""
     later: list[Callable[[], None]] = []
-    result = context.store.commit_put_now(context.store.get_put(context.session.owner, message.handle), later.append)
+    result = context.store.commit_put_now(put, later.append)
     return None if result is None else _committed(result, later[0])
 
 

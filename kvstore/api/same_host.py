@@ -45,7 +45,7 @@ class SameHost:
     def __init__(self, endpoint: str = "", users: frozenset[int] = frozenset()) -> None:
         self.endpoint = endpoint
         self._users = users | {os.geteuid()}
-        self._copiers = started_pool(COPIERS, "kvstore-copier") if endpoint else None
+        self._copiers = started_pool(COPIERS, "kvstore-copier", apart=True) if endpoint else None
         self.lent = 0
         """Bytes of all buffers that are lent now, or not let go of yet."""
         self.buffers = 0

@@ -5,6 +5,8 @@ import socket
 import time
 from itertools import pairwise
 
+import pytest
+
 from kvstore.api.wire.spin import Spin, spin_s
 from kvstore.loop import Loop, SpinningSelector
 
@@ -54,6 +56,18 @@ def test_a_selector_that_spins_finds_what_is_ready_and_keeps_to_its_timeout() ->
         for timeout in (None, 0.0, -1.0, 1.0):
             selector.expect()
             assert selector.select(timeout) == [(key, 1)]
+
+
+def test_what_has_come_already_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = socket.socketpair()
+    with here, there, SpinningSelector() as selector:
+        key = selector.register(here, 1)
+        selector.expect()
+        there.send(b"x")
+        assert selector.select(0) == [(key, 1)]
+        here.recv(1)
+        monkeypatch.setattr(Spin, "look", lambda *_: pytest.fail("it spun for what had come"))
+        assert selector.select(0.001) == []
 
 
 def test_timers_and_threads_go_on_in_such_a_loop() -> None:
