@@ -86,6 +86,11 @@ class Residency:
             self._vacator.keep_headroom()
         return slot
 
+    def scarce(self, slot: int) -> bool:
+        """Whether no slot like this one is free, but memory for more is being made: who waits for that could have this one."""
+        slot_class = self._arena.class_of(slot)
+        return not self._arena.has_free(slot_class) and self.spares.making(slot_class)
+
     def _take(self, slot_class: SlotClass) -> int | None:
         return None if self._over_quota(slot_class) else self._arena.allocate(slot_class)
 

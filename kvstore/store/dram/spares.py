@@ -32,6 +32,10 @@ class Spares:
         """Whether a segment is being made, or about to be."""
         return self._task is not None
 
+    def making(self, slot_class: SlotClass) -> bool:
+        """Whether a segment of a class is being made, or about to be."""
+        return slot_class in self._wanted
+
     def took(self, slot_class: SlotClass) -> None:
         """An empty segment got its first blob: have as much ready as the class holds, so that it can double without waiting."""
         self._want(slot_class, self._arena.held_by(slot_class))
