@@ -164,7 +164,7 @@ class Store:
         self._residency = Residency(
             self._arena, self._files.blobs, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
             Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas, self.replacement,
-            config.ahead_bytes,
+            self.rates.reads, config.ahead_bytes,
         )  # fmt: skip
         self._writeback = Writeback(
             self._files.blobs, self._files.journal, self._writer, self._trash, self.stats,

@@ -15,6 +15,7 @@ from kvstore.store.dram.eviction import Unit, dram_victims, drop, evict_ssd, fre
 from kvstore.store.dram.replacement import DRAM, SSD, Replacement
 from kvstore.store.dram.spares import Spares
 from kvstore.store.dram.vacate import Vacator
+from kvstore.store.matching.rates import Meter
 from kvstore.store.quotas import Quotas, room_to_make
 from kvstore.store.space import Space
 from kvstore.store.ssd.writeback import Writeback
@@ -39,7 +40,7 @@ class Residency:
     def __init__(
         self, arena: Arena, blob_file: BlobFile, spaces: Callable[[], Iterable[Space]],
         stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas, replacement: Replacement,
-        ahead: int = 0,
+        reads: Meter, ahead: int = 0,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
@@ -50,7 +51,7 @@ class Residency:
         self._vacator = vacator
         self._quotas = quotas
         self._replacement = replacement
-        self.spares = Spares(arena, ahead, self._grow_ahead)
+        self.spares = Spares(arena, ahead, self._grow_ahead, reads)
         self._own_room: dict[str, asyncio.Task[None]] = {}
         self._demand = 0
         self._wake = asyncio.Event()
