@@ -7,6 +7,7 @@ class KVStoreError(Exception):
     """Base of every error that crosses the API.
 
     `code` is stable and meant for programs; the message says what was wrong, where, and what to do.
+    `done_pages`: of a list of pages that travels in pieces, those before this one are done.
     """
 
     code: ClassVar[str] = "internal"
@@ -16,6 +17,7 @@ class KVStoreError(Exception):
         super().__init__(message)
         self.message = message
         self.retry_after_ms = retry_after_ms
+        self.done_pages = 0
 
 
 class BadRequest(KVStoreError):

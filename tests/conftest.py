@@ -1,8 +1,9 @@
 """Fixtures: the watchdog on blocking calls, and real daemons."""
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,17 @@ BLOCKING = [
 
 def pytest_configure(config: pytest.Config) -> None:
     """Daemons start quickly, but for engines, which have ideas of their own about processes."""
-    if not any("engines" in argument for argument in config.args):
+    if not any("engines" in Path(argument).parts for argument in config.args):
         DaemonProcess.launch = staticmethod(launch_forked)
+        _give_random_tests_their_time()
+
+
+def _give_random_tests_their_time() -> None:
+    """On a busy machine any example may take long: that is no fault."""
+    from hypothesis import HealthCheck, settings  # engines do without
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 @pytest.fixture
@@ -96,6 +106,22 @@ def either_daemon(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
 def data_dir(tmp_path: Path) -> Path:
     """A data directory for a daemon of one test."""
     return tmp_path / "data"
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One more than there are processors: half of the time a test waits for a daemon, or for a time to be over."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Importing all tests makes next to no garbage, and what it makes stays: no collection during a test looks at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

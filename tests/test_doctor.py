@@ -1,8 +1,6 @@
 """The doctor's checks on given facts, both verdicts of each; and all of it once for real."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from kvstore.doctor import CHECKS, Facts, Finding, Setup, read_facts, worst
 from kvstore.doctor import checks as c
 from kvstore.doctor.probes import DiskSpeed, measure_disk, measure_loopback
 from kvstore.machine import Disk, Memory
+from tests.commands import kvstore
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -125,11 +124,11 @@ def test_loopback_is_measured() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvstore", "doctor", "--data-dir", str(tmp_path / "d"), "--dram", "4MiB", "--ssd", "4MiB"]
-    done = subprocess.run([*command, "--no-measure", "--json"], capture_output=True, text=True, timeout=60)
+    command = ["doctor", "--data-dir", str(tmp_path / "d"), "--dram", "4MiB", "--ssd", "4MiB", "--no-measure"]
+    done = kvstore(*command, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == (1 if found["verdict"] == "bad" else 0)
     assert {"descriptors", "memory", "file system"} <= {f["name"] for f in found["findings"]}
     assert not (tmp_path / "d").exists()
-    done = subprocess.run([*command, "--no-measure", "--dram", "lots"], capture_output=True, text=True, timeout=60)
+    done = kvstore(*command, "--dram", "lots")
     assert done.returncode == 2

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from kvstore.errors import BadRequest
 from kvstore.prefill import Prefill
 from kvstore.sizing import Demand, Link, Model, Plan, parse_count, parse_prefill, parse_rate, plan
+from tests.commands import kvstore
 
 LLAMA_8B = Model.of(layers=32, kv_heads=8, head_dim=128)
 """2 planes * 32 layers * 8 heads * 128 * 2 bytes = 131,072 bytes a token."""
@@ -138,7 +138,7 @@ def test_nonsense_is_said_by_name(work: Any, words: str) -> None:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvstore", "plan", *arguments], capture_output=True, text=True, timeout=30)
+    return kvstore("plan", *arguments)
 
 
 def test_the_command() -> None:

@@ -93,6 +93,20 @@ class Call(Generic[A]):
     quiet_s: float = QUIET_S
 
 
+_PLAIN = "it speaks TLS (then the endpoint is tls://HOST:PORT)"
+
+
+def cut_off(error: ConnectionLost) -> bool:
+    """Whether the daemon has closed the connection, and has not read all that was sent to it."""
+    return isinstance(error.__cause__, ConnectionResetError | BrokenPipeError)
+
+
+def without_a_word(otherwise: str) -> ConnectionLost:
+    """The error for a connection that was closed before the daemon said anything."""
+    full = "it has as many connections as it takes (close clients that are not needed, or raise its max_connections)"
+    return ConnectionLost(f"the daemon closed the connection before it said anything: {full}, it is stopping, or {otherwise}")
+
+
 def fetch_request(namespace: str, stripe: Stripe, plan: FetchPlan) -> tuple[FetchRequest, bytes]:
     """What is sent to fetch a stripe of a plan."""
     blobs, payload = stripe.asked()
@@ -117,12 +131,21 @@ class Answers(Generic[A]):
         """Takes over the descriptors of segments as they come, whether or not somebody still waits for them."""
 
     async def _greet(self, hello: Hello) -> None:
-        await self._channel.send(encode(FrameType.HELLO, 0, pack(hello)))
-        found = await self._channel.read_header()
+        sent: ConnectionLost | None = None
+        try:
+            await self._channel.send(encode(FrameType.HELLO, 0, pack(hello)))
+        except ConnectionLost as error:
+            if not cut_off(error):
+                raise
+            sent = error  # it may have said why before
+        try:
+            found = await self._channel.read_header()
+        except ConnectionLost as error:
+            if not cut_off(error):
+                raise
+            raise without_a_word(_PLAIN) from error
         if found is None:
-            raise ConnectionLost(
-                "the daemon closed the connection: it has too many, it is stopping, or it speaks TLS (then the endpoint is tls://HOST:PORT)"
-            )
+            raise without_a_word(_PLAIN) from sent
         header, raw = found
         meta, _ = await self._channel.read_body(header, raw)
         if header.type is FrameType.ERROR:

@@ -132,15 +132,18 @@ class Client:
         """Seconds that a call has; what is no number is for the call itself to refuse."""
         return min(timeout, FOR_EVER_S) if isinstance(timeout, int | float) else self._client.timeout
 
-    def quickly(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
-        """Run what `work` makes, a coroutine of small requests, in the calling thread if that is possible, else on this client's loop."""
+    def quickly(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None, *, answered: bool = True) -> T:
+        """Run what `work` makes, a coroutine of small requests, in the calling thread if that is possible, else on this client's loop.
+
+        For one that is not `answered` nothing else is waited for: no connection, and nothing that was told before.
+        """
         if os.getpid() != self._process:
             raise self._forked()
         began = time.monotonic()
         try:
-            return self._direct.run(work, self._bound_of(timeout), began)
+            return self._direct.run(work, self._bound_of(timeout), began, opening=answered)
         except Elsewhere:
-            return self.run(work(), timeout, began)
+            return self.run(work(), timeout, began) if answered else self._thread.run(work())
 
     def _forked(self) -> BadRequest:
         return BadRequest(f"this client is of process {self._process}, and this is a fork of it: make a client here")
@@ -248,7 +251,7 @@ class Match:
     def release(self) -> None:
         """End the lease. Harmless if it is over already."""
         if not self._client.closed:
-            self._client.quickly(self.inner.release)
+            self._client.quickly(self.inner.release, answered=False)
 
     def __repr__(self) -> str:
         return repr(self.inner)

@@ -256,6 +256,7 @@ class Buffers:
         if known is None or known[0] is not connection or (known[1].done() and (known[1].cancelled() or known[1].exception())):
             self._loop = asyncio.get_running_loop()
             asked = asyncio.create_task(_lend(connection, memory, memory.alive()))
+            asked.add_done_callback(_heard)
             known = self._known[memory.number] = connection, asked
         return await asyncio.shield(known[1])
 
@@ -264,6 +265,12 @@ async def _lend(connection: Connection, memory: Lendable, held: object) -> int:
     """Lend it, and hold it meanwhile: its descriptor must not become another file's."""
     reply = await connection.call_with(FrameType.BUFFER, Buffer(nbytes=memory.nbytes), Buffered, memory.descriptor)
     return reply.buffer
+
+
+def _heard(asked: asyncio.Task[int]) -> None:
+    """Who waited for it may have had no more time: an error in it is none that was missed."""
+    if not asked.cancelled():
+        asked.exception()
 
 
 async def _take_back(connection: Connection, asked: asyncio.Task[int]) -> None:

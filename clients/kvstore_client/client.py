@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.api.wire import BadRequest, ConnectionLost, DeadlineExceeded, FrameType, KVSpec
+from kvstore.api.wire import BadRequest, ConnectionLost, DeadlineExceeded, FrameType, KVSpec, KVStoreError
 from kvstore.api.wire.messages import (
     CreateNamespace,
     Empty,
@@ -121,8 +121,10 @@ class AsyncClient:
         )  # fmt: skip
         self._same_host = SameHost(self._pool, wanted=shared_memory)
         self._buffers = Buffers()
-        self._told: Connection | None = None
-        """What was told over it the daemon may not have got to yet."""
+        self._told: set[Connection] = set()
+        """What was told over them the daemon may not have got to yet."""
+        self._telling: set[asyncio.Task[None]] = set()
+        """Leases that are being given back, where that could not be told at once."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """That its connections are of, once it was used."""
 
@@ -153,6 +155,9 @@ class AsyncClient:
         if self.loop not in (None, asyncio.get_running_loop()):
             await self._close_elsewhere()
             return
+        for task in self._telling:  # the session ends, and its leases with it
+            task.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
         await self._same_host.close()
         self._buffers.close()
         await self._pool.close()
@@ -225,9 +230,16 @@ class AsyncClient:
         before: Callable[[], None] | None = None,
     ) -> tuple[Any, bytes]:  # fmt: skip
         """One idempotent control request, repeated if the connection breaks; `before` each time the message is brought up to date."""
+        async with self.deadline(timeout):
+            return await self.ask(frame_type, message, reply, payload, before)
+
+    async def ask(
+        self, frame_type: FrameType, message: Any, reply: type[Any], payload: bytes | memoryview = b"",
+        before: Callable[[], None] | None = None,
+    ) -> tuple[Any, bytes]:  # fmt: skip
+        """As `call`, for who has a deadline."""
         if (line := current()) is not None:
-            async with self.deadline(timeout):
-                return await line.call(frame_type, message, reply, payload)
+            return await line.call(frame_type, message, reply, payload)
 
         async def attempt() -> tuple[Any, bytes]:
             connection = await self._for_requests()
@@ -235,17 +247,17 @@ class AsyncClient:
                 before()
             return await connection.call(frame_type, message, reply, payload)
 
-        async with self.deadline(timeout):
-            return await self._pool.retry(attempt)
+        return await self._pool.retry(attempt)
 
     async def _for_requests(self) -> Connection:
-        """The connection for a request by itself. What was told over another one is done before."""
-        connection, told = self._same_host.now or await self._pool.for_requests(), self._told
-        if told is not None and told is not connection:
+        """The connection for a request by itself. What was told over others is done before."""
+        if self._telling:
+            await asyncio.wait(set(self._telling))
+        connection = self._same_host.now or await self._pool.for_requests()
+        for told in self._told - {connection}:
             with contextlib.suppress(ConnectionLost):
                 await told.call(FrameType.PING, Empty(), Empty)
-            if self._told is told:
-                self._told = None
+            self._told.discard(told)
         return connection
 
     @checked()
@@ -300,17 +312,29 @@ class AsyncClient:
             except TimeoutError:
                 _log.debug("lease %d was not given back in time", lease)
             return
+        if self.loop is not (loop := asyncio.get_running_loop()):
+            self.take_loop(loop)
+        connection = self._same_host.now or self._pool.at_hand()
+        if connection is not None and connection.tell_soon(FrameType.LEASE_RELEASE, message):
+            self._told.add(connection)
+            return
+        task = asyncio.create_task(self._give_back(message), name="kvstore-client-release")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _give_back(self, message: LeaseRequest) -> None:
+        """Tell of the end of a lease over whichever connection can be had, for a while."""
 
         async def attempt() -> None:
-            connection = await self._for_requests()
+            connection = await self._pool.for_requests()
             await connection.tell(FrameType.LEASE_RELEASE, message)
-            self._told = connection
+            self._told.add(connection)
 
         try:
             async with self.deadline(min(self.timeout, _RELEASE_S)):
                 await self._pool.retry(attempt)
-        except (ConnectionLost, DeadlineExceeded) as error:  # raised at the end of a `with`, it would hide what ended that
-            _log.debug("lease %d was not given back: %s", lease, error)
+        except KVStoreError as error:
+            _log.debug("lease %d was not given back: %s", message.lease, error)
 
     async def renew(self, lease: int, lease_s: float) -> None:
         """Let a lease last `lease_s` seconds from now. Raises NotFound if it is over."""

@@ -28,11 +28,12 @@ from kvstore.api.wire import (
     unpack,
 )
 from kvstore.api.wire.descriptors import DescriptorChannel
+from kvstore.api.wire.eager import Begun, begin
 from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseRequest, Matched, Message, PutHandle, PutReady
 from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore.api.wire.spin import Spin, spin_s
 from kvstore.api.wire.writing import Bulk
-from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
+from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, cut_off, fetch_request, without_a_word
 from kvstore_client.plan import FetchPlan
 from kvstore_client.progress import bytes_received
 from kvstore_client.stripes import Stripe
@@ -150,6 +151,10 @@ class Connection(Answers[asyncio.Future[Frame]]):
                 await self._channel.shake_hands()
         except TimeoutError:
             raise ConnectionLost("no TLS handshake: does the daemon speak TLS there?") from None
+        except ConnectionLost as error:
+            if error.__cause__ is None or cut_off(error):
+                raise without_a_word("it does not speak TLS there") from error
+            raise
         await self._greet(hello)
         self._reader = asyncio.create_task(self._read_replies(), name="kvstore-client-reader")
 
@@ -190,6 +195,16 @@ class Connection(Answers[asyncio.Future[Frame]]):
         """Send a request that is not answered. The daemon does it before what is sent over this connection next."""
         self._raise_if_lost()
         await self._send(encode(frame_type, next(self._numbers), pack(message)))
+
+    def tell_soon(self, frame_type: FrameType, message: Message) -> bool:
+        """As `tell`, but what can't be sent at once is sent by itself. False if the connection is lost."""
+        try:
+            rest = begin(self.tell(frame_type, message))
+        except ConnectionLost:
+            return False
+        if rest is not None:
+            self._adopt(_end(rest))
+        return True
 
     async def call_behind(self, send: Sender, frame_type: FrameType, message: Message, reply: type[M]) -> M:
         """As `call`, but the request is sent by `send`, behind something else that goes out with it."""
@@ -428,6 +443,11 @@ class Connection(Answers[asyncio.Future[Frame]]):
             await self._send(encode(frame_type, next(self._numbers), pack(message)))
         except ConnectionLost:
             pass  # then the daemon ends it with the session
+
+
+async def _end(begun: Begun[None]) -> None:
+    with contextlib.suppress(ConnectionLost):  # the next request finds out
+        await begun
 
 
 def _heard(done: "asyncio.Future[tuple[Header, bytes, bytes]]") -> None:

@@ -176,8 +176,8 @@ class Direct:
         self._not_before = 0.0
         self._closed = False
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float, began: float) -> T:
-        """Run what `work` makes by the line, within `timeout` seconds of when it `began` (monotonic).
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float, began: float, *, opening: bool = True) -> T:
+        """Run what `work` makes by the line, which is opened if need be, within `timeout` seconds of when it `began` (monotonic).
 
         Raises Elsewhere if that can't be: there is no line, or another thread has it.
         """
@@ -185,7 +185,7 @@ class Direct:
         if self._asked <= _AFTER or not self._lock.acquire(blocking=False):
             raise Elsewhere
         try:
-            line = self._ready(timeout)
+            line = self._ready(timeout, opening=opening)
             if line is None:
                 raise Elsewhere
             try:
@@ -226,11 +226,13 @@ class Direct:
             if self._line is not None:
                 self._line.close("this client was closed")
 
-    def _ready(self, seconds: float) -> Line | None:
+    def _ready(self, seconds: float, *, opening: bool) -> Line | None:
         pool, line = self._client.pool, self._line
         near = self._client.same_host.now is not None
         if line is not None and line.lost is None and line.near >= near and line.welcome.session == pool.session:
             return line
+        if not opening:
+            return None
         if line is not None:
             line.close("there is a better one")
             self._line = None

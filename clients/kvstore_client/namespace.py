@@ -1,4 +1,4 @@
-"""A namespace as a client sees it: match, fetch, put, and what is told about prefixes."""
+"""A namespace as a client sees it: match, fetch, put; what is told about prefixes is in prefixes.py."""
 
 import secrets
 import time
@@ -6,19 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore.api.wire import DIGEST_BYTES, BadRequest, FrameType, Hints, KVSpec, PartRange
-from kvstore.api.wire.messages import (
-    Affected,
-    Committed,
-    Empty,
-    Matched,
-    MatchRequest,
-    NamespaceInfo,
-    NamespaceName,
-    Pinned,
-    Prefetched,
-    Prefix,
-    PutStart,
-)
+from kvstore.api.wire.messages import Committed, Empty, Matched, MatchRequest, NamespaceInfo, NamespaceName, PutStart
 from kvstore_client.arguments import FLAG, PUT_ID, checked, instance, writable
 from kvstore_client.blocks import PageShape
 from kvstore_client.convert import hints_meta, part_list, part_runs
@@ -27,6 +15,7 @@ from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
 from kvstore_client.fetching import OnGroup, fetch_blocks
 from kvstore_client.match import Match
 from kvstore_client.plan import Priority, layer_groups, page_parts
+from kvstore_client.prefixes import PrefixCalls
 from kvstore_client.put import PUT_BYTES, PUT_PAGES, PutResult, commit_bytes, in_all, put_once
 from kvstore_client.put_flat import flat_commits, put_flat
 from kvstore_client.put_layout import by_default, check_alone
@@ -38,6 +27,7 @@ from kvstore_client.times import milliseconds, waiting_until
 from kvstore_client.tokens import Extras, Tokens, token_view, with_extras
 from kvstore_client.transfer import Progress
 from kvstore_client.view import LocalView, view_now, view_parts
+from kvstore_client.whole import Whole
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -46,7 +36,7 @@ _SHAPES = 256
 """How many shapes of pages are kept."""
 
 
-class Namespace(TextCalls):
+class Namespace(PrefixCalls, TextCalls):
     """A namespace as this client sees it."""
 
     def __init__(self, client: "AsyncClient", info: NamespaceInfo) -> None:
@@ -227,13 +217,15 @@ class Namespace(TextCalls):
         Shards of one computation give the same `put_id` (16 bytes) and each its own parts; a page counts once all of them
         have put it, so parts of a component's layers or heads without a `put_id` are refused. Of a hybrid model, `parts` names all
         components that are put: a prefix is usable only where those are that its boundary needs.
-        `whole_s`: how long to wait for the others. With a leased `base`, `tokens` (and the pages of `extras`)
-        are those after it, while `first_page` and `spans` still count from the root; by default the put starts at the base.
+        `whole_s`: how long to wait for the others, all commits of the call together, however often they are sent. With a leased `base`,
+        `tokens` (and the pages of `extras`) are those after it, while `first_page` and `spans` still count from the root; by default the
+        put starts at the base.
         `hints` say whose turn it was, and how it ended. `recipe` is what is kept in place of the token ids, to compute the pages again,
         where the namespace keeps recipes.
 
         In a flat namespace `tokens` are the digests of pages that each stand alone, in any order, each once. They go in commits of at most
-        256 pages and about 16 MiB: of each, all pages are put or none.
+        256 pages and about 16 MiB: of each, all pages are put or none. The first that fails ends the put: its error's `done_pages` says
+        that the pages before that one are put.
 
         Raises MissingParent if the pages before are not in the store, and NoSpace.
         """
@@ -243,14 +235,14 @@ class Namespace(TextCalls):
         if put_id is None:
             check_alone(self.spec, parts)
         raw = token_view(tokens, self.spec)
+        whole = Whole(whole_s)
         put_id, ack = put_id or secrets.token_bytes(DIGEST_BYTES), "durable" if durable else "memory"
         if self.spec.flat:
             message = PutStart(namespace=self.id, put_id=put_id, first_page=0, parts=[], ack=ack, hints=hints_meta(hints))
             if first_page or base is not None or recipe is not None:
                 raise BadRequest("in a flat namespace every page stands alone: there is no first page, no base and no recipe")
             commits = flat_commits(self.client.pool, self.spec, parts, raw, data, spans, extras)
-            async with self.client.deadline(timeout):
-                return await put_flat(self.client, commits, message, whole_s, progress)
+            return await put_flat(self.client, commits, message, whole, progress, timeout)
         start = base.pages if base is not None else 0
         if first_page < 0:
             raise BadRequest(f"a put from page {first_page} on")
@@ -272,7 +264,7 @@ class Namespace(TextCalls):
                     hints=hints_meta(hints), recipe_kind=recipe.kind if recipe is not None else "",
                     recipes=recipe.of(first - first_page, last - first_page, total - first_page) if recipe is not None else [],
                 )  # fmt: skip
-                done.append(await put_once(self.client, message, payload, source, layout, whole_s, progress, alone=len(cut) == 1))
+                done.append(await put_once(self.client, message, payload, source, layout, whole, progress, alone=len(cut) == 1))
         return in_all(done)
 
     # --- streams -------------------------------------------------------------------------------------------------------
@@ -297,83 +289,3 @@ class Namespace(TextCalls):
         milliseconds("lease_s", lease_s)
         ask_meta(costs, "costs")
         return Session(self, lease_s=lease_s, hints=hints, costs=costs)
-
-    # --- what is told about prefixes -----------------------------------------------------------------------------------
-
-    @checked(rebuild=FLAG)
-    async def prefetch(
-        self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, rebuild: bool = False,
-        within_s: float = 0.0, timeout: float | None = None,
-    ) -> int:  # fmt: skip
-        """Bring the pages [first, last) of the longest usable prefix (all of it, if not given) into the daemon's DRAM.
-
-        Of a flat namespace it is what is there of these pages of a list (up to 256). Returns the blobs that were brought up. Stops early,
-        without an error, where DRAM has no room. `rebuild` has what is gone computed
-        again ahead of need, if there is a worker for it, and it is likely to be there `within_s` (0: at any time).
-        """
-        first, last = pages or (0, -1)
-        extra_pages, payload = with_extras(token_view(tokens, self.spec), extras)
-        message = Prefix(
-            namespace=self.id, extra_pages=extra_pages, first_page=first, last_page=last, rebuild=rebuild,
-            within_ms=milliseconds("within_s", within_s),
-        )  # fmt: skip
-        done, _ = await self.client.call(FrameType.PREFETCH, message, Prefetched, payload, timeout)
-        return int(done.blobs)
-
-    @checked()
-    async def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:
-        """Keep the longest usable prefix from being evicted for `ttl_s` seconds, even after this client is gone.
-
-        Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it. Of a flat namespace it pins what is there of
-        a list of up to 256 pages; `abandon` and `delete` take such a list, too, and `delete` all of it or (Conflict) nothing.
-        """
-        done, _ = await self._about(FrameType.PIN, tokens, extras, Pinned, timeout, ttl_ms=milliseconds("ttl_s", ttl_s))
-        return done.pin, done.pages
-
-    @checked()
-    async def unpin(self, pin: int, timeout: float | None = None) -> None:
-        """End a pin. Raises NotFound if it is over."""
-        await self.client.call(FrameType.UNPIN, Pinned(pin=pin, pages=0, namespace=self.id), Empty, timeout=timeout)
-
-    @checked()
-    async def abandon(
-        self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
-        timeout: float | None = None,
-    ) -> int:  # fmt: skip
-        """Say that a context will not be used again from a page, or a token, on: its own pages are the first to go, shared ones stay.
-
-        Returns the pages that it concerns.
-        """
-        first = self.spec.first_page(from_page, from_token)
-        done, _ = await self._about(FrameType.ABANDON, tokens, extras, Affected, timeout, first_page=first)
-        return int(done.pages)
-
-    @checked()
-    async def abandon_session(self, session: str | bytes, timeout: float | None = None) -> int:
-        """Say that a session, as named in hints, is over: what it used last, and nobody else, is the first to go. Returns the pages."""
-        message = Prefix(namespace=self.id, session=Hints(session).session_id)
-        if not message.session:
-            raise BadRequest("the session has no id")
-        done, _ = await self.client.call(FrameType.ABANDON, message, Affected, timeout=timeout)
-        return int(done.pages)
-
-    @checked()
-    async def delete(
-        self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
-        timeout: float | None = None,
-    ) -> int:  # fmt: skip
-        """Delete a prefix from a page, or a token, on, with everything below it, on every tier; durable when this returns.
-
-        Returns the pages deleted. Raises Conflict if any of it is leased or pinned.
-        """
-        first = self.spec.first_page(from_page, from_token)
-        done, _ = await self._about(FrameType.DELETE, tokens, extras, Affected, timeout, first_page=first)
-        return int(done.pages)
-
-    async def _about(
-        self, kind: FrameType, tokens: Tokens, extras: Extras | None, reply: type[Any], timeout: float | None,
-        first_page: int = 0, last_page: int = -1, ttl_ms: int = 0,
-    ) -> tuple[Any, bytes]:  # fmt: skip
-        extra_pages, payload = with_extras(token_view(tokens, self.spec), extras)
-        message = Prefix(namespace=self.id, extra_pages=extra_pages, first_page=first_page, last_page=last_page, ttl_ms=ttl_ms)
-        return await self.client.call(kind, message, reply, payload, timeout)

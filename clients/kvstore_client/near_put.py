@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.api.wire import BadRequest, Busy, Forbidden, FrameType, slice_digest
-from kvstore.api.wire.messages import Commit, Committed, Empty, PutStart
+from kvstore.api.wire.messages import Committed, Empty, PutStart
 from kvstore.api.wire.same_host import CopiedPart, Copy, pack_copies
 from kvstore_client.buffers import STAGE_BYTES, Place
 from kvstore_client.connection import Connection, Request
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.transfer import Progress
+from kvstore_client.whole import Closing
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -44,14 +45,14 @@ def near_frame_bytes(client: "AsyncClient", data: memoryview) -> int:
 
 
 async def put_near(
-    client: "AsyncClient", connection: Connection, commit: Commit, frames: Sequence[SliceFrame], data: memoryview, durable: bool,
+    client: "AsyncClient", connection: Connection, closing: Closing, frames: Sequence[SliceFrame], data: memoryview, durable: bool,
     progress: Progress | None,
 ) -> Committed | None:  # fmt: skip
     """Have the daemon copy the slices of a put, and commit it. None, and nothing has happened, if it takes no buffer of ours.
 
     Once this returns, nothing of `data` is used any more.
     """
-    near = _NearPut(client, connection, commit, data, durable, sum(frame.nbytes for frame in frames), progress)
+    near = _NearPut(client, connection, closing, data, durable, sum(frame.nbytes for frame in frames), progress)
     try:
         return await near.run(frames)
     except (Busy, BadRequest, Forbidden, OSError):  # also if no stage can be made here: no descriptors, no memory
@@ -62,10 +63,10 @@ async def put_near(
 
 async def put_near_at_once(
     client: "AsyncClient", connection: Connection, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame],
-    data: memoryview, commit: Commit, progress: Progress | None,
+    data: memoryview, closing: Closing, progress: Progress | None,
 ) -> Committed:  # fmt: skip
     """Put without asking what is wanted of it: one journey to the daemon and back."""
-    near = _NearPut(client, connection, commit, data, start.ack == "durable", sum(frame.nbytes for frame in frames), progress)
+    near = _NearPut(client, connection, closing, data, start.ack == "durable", sum(frame.nbytes for frame in frames), progress)
     try:
         return await near.run(frames, (FrameType.PUT, start, payload))
     except (Busy, BadRequest, Forbidden, OSError) as error:
@@ -78,14 +79,14 @@ class _NearPut:
     """One put. `begun` says whether the daemon was asked to copy any of it."""
 
     def __init__(
-        self, client: "AsyncClient", connection: Connection, commit: Commit, data: memoryview, durable: bool, total: int,
+        self, client: "AsyncClient", connection: Connection, closing: Closing, data: memoryview, durable: bool, total: int,
         progress: Progress | None,
     ) -> None:  # fmt: skip
         self.begun = False
         self._buffers = client.buffers
         self._connection = connection
-        self._commit = commit
-        self._waits = durable or commit.whole_ms > 0
+        self._closing = closing
+        self._waits = durable or closing.waits
         """Whether its COMMIT waits, for a disk or for other shards: others need its places meanwhile, so every COPY is answered."""
         self._data = np.frombuffer(data, np.uint8)
         self._total = total
@@ -181,7 +182,7 @@ class _NearPut:
         return committed
 
     async def _ask_to_commit(self) -> Committed:
-        committed, _ = await self._connection.call(FrameType.COMMIT, self._commit, Committed, b"".join(self._digests))
+        committed, _ = await self._connection.call(FrameType.COMMIT, self._closing.commit(), Committed, b"".join(self._digests))
         return committed
 
     def _request(self, batch: list[SliceFrame], place: Place, number: int) -> tuple[Copy, bytes]:
@@ -190,7 +191,7 @@ class _NearPut:
             offset = at if place.stage is not None else place.offset + frame.slices[0][0]
             parts.append(CopiedPart(frame.page, frame.part, frame.first_slice, offset))
             at += frame.nbytes
-        return Copy(handle=self._commit.handle, buffer=number, slices=[len(frame.slices) for frame in batch]), pack_copies(parts)
+        return Copy(handle=self._closing.handle, buffer=number, slices=[len(frame.slices) for frame in batch]), pack_copies(parts)
 
     def _tell(self, batch: list[SliceFrame]) -> None:
         self._done += sum(frame.nbytes for frame in batch)

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, Busy, FrameType, KVSpec, PartRange
-from kvstore.api.wire.messages import Commit, Committed, PutReady, PutStart
+from kvstore.api.wire.messages import Committed, PutReady, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, near_frame_bytes, put_near, put_near_at_once
 from kvstore_client.plan import INTERACTIVE_BYTES
 from kvstore_client.pool import Pool
 from kvstore_client.put_layout import PutLayout
-from kvstore_client.times import milliseconds
 from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, give_up_put, put_at_once, send_striped
 from kvstore_client.waiting import Patience
+from kvstore_client.whole import Closing, Whole
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -61,7 +61,7 @@ def commit_bytes(pool: Pool, spec: KVSpec, parts: tuple[PartRange, ...], most: i
 
 
 async def put_once(
-    client: "AsyncClient", message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole_s: float,
+    client: "AsyncClient", message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout, whole: Whole,
     progress: Progress | None = None, *, alone: bool = True,
 ) -> Committed:  # fmt: skip
     """One commit, of all of the layout if it is `alone`.
@@ -84,7 +84,7 @@ async def put_once(
                     most = LINK_STRIPE  # more is faster over all of them
                 message.handle = secrets.randbits(62) + 1 if at_once and layout.nbytes <= most else 0
                 try:
-                    return await _attempt(client, near, message, payload, data, layout, whole_s, progress)
+                    return await _attempt(client, near, message, payload, data, layout, whole, progress)
                 except Busy as busy:
                     at_once = False  # next time it is only sent when there is room
                     await patience.wait(busy)
@@ -94,9 +94,9 @@ async def put_once(
 
 async def _attempt(
     client: "AsyncClient", near: Connection | None, message: PutStart, payload: bytes | memoryview, data: memoryview, layout: PutLayout,
-    whole_s: float, progress: Progress | None,
+    whole: Whole, progress: Progress | None,
 ) -> Committed:  # fmt: skip
-    pool, parts, whole_ms = client.pool, [PartRange(*p) for p in message.parts], milliseconds("whole_s", whole_s)
+    pool, parts = client.pool, [PartRange(*p) for p in message.parts]
     if message.handle:
         handle = message.handle
         connection = near or await pool.first()
@@ -105,22 +105,22 @@ async def _attempt(
         connection = await pool.first()
         ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
         handle, wanted = ready.handle, ready.wanted
-    commit = Commit(handle=handle, wait_ms=10_000, whole_ms=whole_ms)
+    closing = Closing(handle, whole)
     try:
         if message.handle and near is not None:
             frames = layout.frames(wanted, parts, near_frame_bytes(client, data))
-            return await put_near_at_once(client, near, message, payload, frames, data, commit, progress)
+            return await put_near_at_once(client, near, message, payload, frames, data, closing, progress)
         frames = layout.frames(wanted, parts, LINK_STRIPE if near is None and pool.several else MAX_BULK_PAYLOAD)
         if message.handle:
-            return await put_at_once(connection, message, payload, frames, data, commit, progress)
+            return await put_at_once(connection, message, payload, frames, data, closing, progress)
         if near is not None:
-            done = await put_near(client, near, commit, frames, data, message.ack == "durable", progress)
+            done = await put_near(client, near, closing, frames, data, message.ack == "durable", progress)
             if done is not None:
                 return done
         await send_striped(pool, handle, frames, data, progress)
         if pool.several:
             connection = await pool.first()  # the daemon has all slices, and the link that PUT went over may be gone
-        committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
+        committed, _ = await connection.call(FrameType.COMMIT, closing.commit(), Committed)
     except BaseException as error:  # whatever it was: the put must not stay open, with its slots
         await give_up_put(pool, handle, error, connection)
         raise

@@ -9,18 +9,19 @@ import msgspec
 from kvstore.api.wire import BadRequest, KVSpec, PartRange
 from kvstore.api.wire.messages import Committed, PutStart
 from kvstore_client.convert import part_list
+from kvstore_client.lists import LIST_PAGES, HowFar
 from kvstore_client.pool import Pool
 from kvstore_client.put import PutResult, commit_bytes, in_all, put_once
 from kvstore_client.put_layout import PutLayout
 from kvstore_client.scattered import Scattered, laid_out
 from kvstore_client.tokens import Extras, with_extras
 from kvstore_client.transfer import Progress
+from kvstore_client.whole import Whole
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
 
-FLAT_PAGES = 256
-"""The most that a daemon takes at once."""
+FLAT_PAGES = LIST_PAGES
 FLAT_PARTS = 4096
 FLAT_BYTES = 16 << 20
 """A put is sent in commits of about so many bytes: enough that the journeys count for little, and room for it is soon found."""
@@ -36,6 +37,11 @@ class FlatCommit:
     extras: Extras
     layout: PutLayout
     source: memoryview
+
+    @property
+    def last(self) -> int:
+        """The end of its pages."""
+        return self.first + self.layout.total
 
 
 def flat_commits(
@@ -81,17 +87,19 @@ def _check_distinct(labels: memoryview, width: int, extras: Extras) -> None:
 
 
 async def put_flat(
-    client: "AsyncClient", commits: list[FlatCommit], message: PutStart, whole_s: float, progress: Progress | None
+    client: "AsyncClient", commits: list[FlatCommit], message: PutStart, whole: Whole, progress: Progress | None, timeout: float | None
 ) -> PutResult:
     """Put pages that stand alone, one commit after the other. `message` says of all of them what is the same."""
     done: list[Committed] = []
     existing: list[tuple[int, int]] = []
-    for commit in commits:
-        ranges, spans = commit.layout.between(0, commit.layout.total)
-        extra_pages, payload = with_extras(commit.labels, commit.extras)
-        start = msgspec.structs.replace(message, parts=part_list(ranges), spans=spans, extra_pages=extra_pages)
-        done.append(await put_once(client, start, payload, commit.source, commit.layout, whole_s, progress))
-        existing += [(first + commit.first, last + commit.first) for first, last in done[-1].existing]
+    with HowFar() as far:
+        async with client.deadline(timeout):
+            for commit in far.through(commits):
+                ranges, spans = commit.layout.between(0, commit.layout.total)
+                extra_pages, payload = with_extras(commit.labels, commit.extras)
+                start = msgspec.structs.replace(message, parts=part_list(ranges), spans=spans, extra_pages=extra_pages)
+                done.append(await put_once(client, start, payload, commit.source, commit.layout, whole, progress))
+                existing += [(first + commit.first, last + commit.first) for first, last in done[-1].existing]
     return replace(in_all(done), existing=_joined(existing))
 
 

@@ -20,16 +20,16 @@ from kvstore.api.wire import (
     PartRange,
     pack_provisional,
 )
-from kvstore.api.wire.messages import Commit, Committed, Empty, Follow, FollowedPut, FollowedPuts, HintsMeta, Outcome, PutReady, PutStart
+from kvstore.api.wire.messages import Committed, Empty, Follow, FollowedPut, FollowedPuts, HintsMeta, Outcome, PutReady, PutStart
 from kvstore_client.arguments import checked, readable, writable
 from kvstore_client.blocks import Block, PageBlobs, PageShape
 from kvstore_client.plan import FetchPlan, layer_groups, page_parts
 from kvstore_client.put import PutResult, in_all
 from kvstore_client.put_layout import SliceFrame
-from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, with_extras
 from kvstore_client.transfer import Progress, fetch_striped, give_up_put, send_striped
 from kvstore_client.waiting import Patience
+from kvstore_client.whole import Closing, Whole
 
 if TYPE_CHECKING:
     from kvstore_client.namespace import Namespace
@@ -55,7 +55,7 @@ class PutStream:
         self._namespace = namespace
         self._tokens = tokens
         self._part = part
-        self._whole_ms = milliseconds("whole_s", whole_s)
+        self._whole = Whole(whole_s)
         self._layout = namespace.spec.slice_layout(part)
         extra_pages, self._payload = with_extras(tokens, extras)
         self._message = PutStart(
@@ -166,9 +166,7 @@ class PutStream:
         client = self._namespace.client
         async with client.deadline(timeout):
             connection = await client.pool.first()
-            # the wait is for slices on other connections
-            commit = Commit(handle=ready.handle, wait_ms=10_000, whole_ms=self._whole_ms)
-            committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
+            committed, _ = await connection.call(FrameType.COMMIT, Closing(ready.handle, self._whole).commit(), Committed)
         self._ended = True
         return in_all([committed])
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.api.wire import MAX_BULK_PAYLOAD, SLICES_META, BadRequest, ConnectionLost, DeadlineExceeded, FrameType, NotFound
-from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutReady, PutStart
+from kvstore.api.wire.messages import Committed, Empty, PutHandle, PutReady, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.direct import current
 from kvstore_client.linked import fetch_linked, send_linked
@@ -16,6 +16,7 @@ from kvstore_client.plan import FetchPlan
 from kvstore_client.pool import Pool
 from kvstore_client.put_layout import SliceFrame, Wanted
 from kvstore_client.stripes import Stripe
+from kvstore_client.whole import Closing
 
 _DEPTH = 2
 """Stripes that a connection has in flight, so that it never waits for the next request to travel."""
@@ -107,7 +108,7 @@ async def send_striped(pool: Pool, handle: int, frames: Sequence[SliceFrame], da
 
 
 async def put_at_once(
-    connection: Connection, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame], data: memoryview, commit: Commit,
+    connection: Connection, start: PutStart, payload: bytes | memoryview, frames: Sequence[SliceFrame], data: memoryview, closing: Closing,
     progress: Progress | None = None,
 ) -> Committed:  # fmt: skip
     """Put without asking what is wanted: one journey to the daemon and back, on one connection. What it says on the way is listened to."""
@@ -121,7 +122,7 @@ async def put_at_once(
             if parts := [_slices(start.handle, frame, data) for frame in group if wanted is None or wanted.has(frame)]:
                 send = partial(connection.send_frames, parts, put.number)
                 if group[-1] is frames[-1]:
-                    committed = await connection.call_behind(send, FrameType.COMMIT, commit, Committed)
+                    committed = await connection.call_behind(send, FrameType.COMMIT, closing.commit(), Committed)
                 else:
                     await send()
             sent += sum(frame.nbytes for frame in group)
@@ -131,7 +132,7 @@ async def put_at_once(
             if progress is not None:
                 progress(sent, total)
         if committed is None:
-            committed, _ = await connection.call(FrameType.COMMIT, commit, Committed)
+            committed, _ = await connection.call(FrameType.COMMIT, closing.commit(), Committed)
     return committed
 
 

@@ -26,17 +26,19 @@ def batches(pages: int, page_bytes: int) -> Iterator[slice]:
     return (slice(first, min(first + each, pages)) for first in range(0, pages, each))
 
 
-async def put_pages(namespace: Namespace, names: Sequence[bytes], data: Scattered, *, durable: bool) -> Outcome:
+async def put_pages(
+    namespace: Namespace, names: Sequence[bytes], data: Scattered, *, durable: bool, timeout: float | None = None
+) -> Outcome:
     """Put pages of a flat namespace. A label that is named twice is put once, with the first page.
 
     One that does not fit, or changes while it is put, is left out: pages are tried apart until those are found. Raises the error if none
-    got there, and what says nothing of single pages: Busy, ConnectionLost, DeadlineExceeded.
+    got there, and what says nothing of single pages: Busy, ConnectionLost, DeadlineExceeded. `timeout` is that of each put.
     """
     first: dict[bytes, int] = {}
     for page, name in enumerate(names):
         first.setdefault(name, page)
     chosen = list(first.values())
-    found = await _put(namespace, list(first), Scattered(data.memory, [data.places[page] for page in chosen]), durable)
+    found = await _put(namespace, list(first), Scattered(data.memory, [data.places[page] for page in chosen]), durable, timeout)
     if found.error is not None and all(new is None for new in found.new):
         raise found.error
     if len(chosen) == len(names):
@@ -46,15 +48,15 @@ async def put_pages(namespace: Namespace, names: Sequence[bytes], data: Scattere
     return Outcome(new, found.error)
 
 
-async def _put(namespace: Namespace, names: list[bytes], data: Scattered, durable: bool) -> Outcome:
+async def _put(namespace: Namespace, names: list[bytes], data: Scattered, durable: bool, timeout: float | None) -> Outcome:
     try:
-        done = await namespace.put(labels(names), data, durable=durable)
+        done = await namespace.put(labels(names), data, durable=durable, timeout=timeout)
     except (NoSpace, BadDigest) as error:
         if len(names) == 1:
             return Outcome([None], error)
         half = len(names) // 2
-        one = await _put(namespace, names[:half], data.pages(0, half), durable)
-        other = await _put(namespace, names[half:], data.pages(half, len(names)), durable)
+        one = await _put(namespace, names[:half], data.pages(0, half), durable, timeout)
+        other = await _put(namespace, names[half:], data.pages(half, len(names)), durable, timeout)
         return Outcome(one.new + other.new, one.error or other.error)
     old = {page for low, high in done.existing for page in range(low, high)}
     return Outcome([page not in old for page in range(len(names))])

@@ -4,17 +4,15 @@
 "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore_connectors.vllm_tier", "revision": "…"}]
 """
 
-import asyncio
 import logging
 import queue
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future, wait
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore_connectors.engines import needs
 
@@ -24,7 +22,8 @@ with needs("vLLM 0.32", "pip install vllm==0.32.0, on a machine without a GPU vl
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.api.wire import canonical_json
-from kvstore_client import Component, KVSpec, KVStoreError, Namespace, NotFound, fingerprint_revision
+from kvstore_client import KVStoreError, Namespace, fingerprint_revision
+from kvstore_connectors.vllm_chunks import Chunks, chunk_spec, digest
 from kvstore_connectors.vllm_link import StoreLink, Unavailable
 from kvstore_connectors.vllm_settings import Settings
 
@@ -34,29 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvstore_connectors")
 
-_KEY_BYTES = 36
-"""SHA-256 of a block and all before it, and the number of its cache group. Shorter hashes could collide: they are refused."""
-_AT_ONCE = 8
-"""Chunks of a job that are moved at a time."""
-_LARGEST = (1 << 16) - 1
-
-Move = Callable[[Namespace, bytes, "npt.NDArray[Any]"], Coroutine[Any, Any, None]]
-
-
-def chunk_spec(nbytes: int) -> KVSpec:
-    """A flat namespace for chunks of so many bytes, whatever is in them. Raises ValueError if no KV spec has pages of that size."""
-    width = next(d for d in range(min(_LARGEST, nbytes), 0, -1) if nbytes % d == 0)
-    if nbytes // width > _LARGEST:
-        raise ValueError(f"kvstore: chunks of {nbytes} bytes can't be pages")
-    component = Component("full", layers=1, kv_heads=1, head_dim=width, dtype="u8", planes=1)
-    return KVSpec(page_tokens=nbytes // width, components=(component,), hash_bytes=32, flat=True)
-
-
-def digest(key: bytes) -> bytes:
-    """The label of a chunk: its key, which holds a SHA-256 and a group number, in 32 bytes."""
-    if len(key) < _KEY_BYTES:
-        raise ValueError("kvstore: block hashes are too short to be trusted: set prefix_caching_hash_algo to sha256 or sha256_cbor")
-    return sha256(b"vllm chunk\n" + key).digest()
+Move = Callable[[list[bytes], list[int]], Awaitable[set[int]]]
+"""Moves chunks, by their keys, from or to these rows. Returns the places of those that were moved."""
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
@@ -81,7 +59,6 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: "BackpressureDetector | None" = None, locality: str | None = None, revision: str = "", **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self._chunks: npt.NDArray[Any] = np.asarray(primary_kv_view)
         chosen = Settings.from_extra_config({**settings, "revision": revision})
         config = offloading_spec.config
         engine = {
@@ -97,6 +74,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         spec = chunk_spec(self.block_size_bytes)
         name = chosen.namespace or f"vllm-tier-{sha256(fingerprint.encode()).hexdigest()[:16]}"
         self._link = StoreLink(chosen, name=name, fingerprint=fingerprint, spec=spec, who="tier")
+        self._chunks = Chunks(self._link, np.asarray(primary_kv_view))
         self._link.submit(self._link.warm())
         self._lookups = _Lookups(self, tier_type)
         self._jobs: set[Future[None]] = set()
@@ -145,11 +123,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Put chunks; those that are there already are not sent."""
-        self._submit(job_metadata, self._store)
+        self._submit(job_metadata, self._chunks.store)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Fetch chunks straight into the primary tier's buffer, verified."""
-        self._submit(job_metadata, self._load)
+        self._submit(job_metadata, self._chunks.load)
 
     def _submit(self, job: TransferJob, move: Move) -> None:
         future = self._link.submit(self._run(job, move))
@@ -158,35 +136,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     async def _run(self, job: TransferJob, move: Move) -> None:
         """Move all chunks of a job; those that fail are told."""
-        started, done, room = time.monotonic(), list[OffloadKey](), asyncio.Semaphore(_AT_ONCE)
-
-        async def one(key: OffloadKey, chunk: int) -> None:
-            async with room:
-                try:
-                    await self._link.call(lambda namespace: move(namespace, digest(key), self._chunks[chunk]), patient=True)
-                    done.append(key)
-                except (KVStoreError, Unavailable) as error:
-                    log.debug("kvstore: a chunk was not moved: %r", error)
-                except Exception:
-                    log.exception("kvstore: a chunk was not moved")
-
-        await asyncio.gather(*(one(key, int(chunk)) for key, chunk in zip(job.keys, job.chunk_ids, strict=True)))
-        moved = set(done)
-        if job.is_promotion and len(moved) < len(job.keys):
-            self._failed.put([key for key in job.keys if key not in moved])
-        seconds, nbytes = time.monotonic() - started, len(done) * self.block_size_bytes
-        self._finished.put(JobResult(job.job_id, len(moved) == len(job.keys), moved if job.is_promotion else None, seconds, nbytes))
-
-    async def _store(self, namespace: Namespace, label: bytes, chunk: npt.NDArray[Any]) -> None:
-        s = self._link.settings
-        await namespace.put(label, chunk, durable=s.durable, timeout=s.save_timeout_s)
-
-    async def _load(self, namespace: Namespace, label: bytes, chunk: npt.NDArray[Any]) -> None:
-        s = self._link.settings
-        async with await namespace.match(label, lease_s=s.lease_s, timeout=s.call_timeout_s) as match:
-            if not match.pages:
-                raise NotFound("the chunk is not in the store any more")
-            await namespace.fetch(match, chunk, timeout=s.call_timeout_s)
+        started, keys = time.monotonic(), list(job.keys)
+        places = await move(keys, [int(chunk) for chunk in job.chunk_ids])
+        moved = {keys[place] for place in places}
+        if job.is_promotion and len(moved) < len(keys):
+            self._failed.put([key for key in keys if key not in moved])
+        seconds, nbytes = time.monotonic() - started, len(places) * self.block_size_bytes
+        self._finished.put(JobResult(job.job_id, len(moved) == len(keys), moved if job.is_promotion else None, seconds, nbytes))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that have ended since it was last asked."""
@@ -206,4 +162,4 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self.drain_jobs()
         self._lookups.shutdown()
         self._link.close()
-        self._chunks = np.zeros(0)  # the primary tier takes its memory back
+        self._chunks.forget()  # the primary tier takes its memory back

@@ -40,6 +40,7 @@ from kvstore.errors import (
     VersionMismatch,
 )
 from kvstore.store import Store
+from kvstore.tracebacks import forget_frames
 
 _log = logging.getLogger("kvstore.connection")
 
@@ -104,12 +105,15 @@ class Connection:
                     self._sessions.leave(self.session)
         except (ConnectionLost, TimeoutError) as error:
             _log.debug("connection closed: %s", error)
+            forget_frames(error)
         except ProtocolError as error:
             _log.warning("connection closed: %s", error.message)
+            forget_frames(error)
             await self._outbox.last_words(error)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if self._over is None:
                 raise
+            forget_frames(error)
             await self._outbox.last_words(self._over)
 
     def expel(self, task: "asyncio.Task[None]") -> None:
@@ -164,6 +168,7 @@ class Connection:
         return True
 
     async def _frames(self) -> None:
+        why: KVStoreError | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 try:
@@ -177,8 +182,11 @@ class Connection:
                 finally:
                     self._tasks.stop()
         except* (ConnectionLost, TimeoutError, ProtocolError) as ended:  # all in one: two raised here would be a group again
-            broken = [error for error in ended.exceptions if isinstance(error, ProtocolError)]
-            raise broken[0] if broken else ConnectionLost(str(ended.exceptions[0])) from None
+            broken = (error for error in ended.exceptions if isinstance(error, ProtocolError))
+            why = next(broken, None) or ConnectionLost(str(ended.exceptions[0]))
+            forget_frames(ended)
+        if why is not None:
+            raise why  # not above: it would have the group as its context, and the group has it
 
     async def _next_frame(self) -> tuple[Header, bytes, bytes] | None:
         if not await self.channel.wait_readable():

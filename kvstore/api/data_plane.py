@@ -1,6 +1,7 @@
 """Listeners of the data plane: TCP and Unix sockets, and the connections they accept."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -16,7 +17,8 @@ from kvstore.api.priority import Traffic
 from kvstore.api.request_stats import RequestStats
 from kvstore.api.same_host import SameHost
 from kvstore.api.sessions import Sessions
-from kvstore.api.wire import Channel, TlsChannel
+from kvstore.api.wire import Channel, FrameType, TlsChannel, encode, pack
+from kvstore.api.wire.messages import ErrorReply
 from kvstore.errors import Busy, Conflict
 from kvstore.loop import Loop
 from kvstore.store import Store
@@ -26,7 +28,9 @@ _log = logging.getLogger("kvstore.data_plane")
 _BACKLOG = 512
 _LARGE_PAYLOADS = 16
 _REFUSED = 32
-"""So many that are one too many are told so at a time; the others are closed without a word."""
+"""So many that are one too many are heard, and then told so, at a time; the others are told without being heard."""
+_FULL = "this daemon has as many connections as it takes: close clients that are not needed, or raise its max_connections"
+"""To whom is not known by a token: how many those are is not for everybody."""
 _RETRY_MS = 1000
 
 
@@ -94,15 +98,15 @@ class DataPlane:
                 _log.error("can't accept connections on %s: %s", endpoint, error)
                 await asyncio.sleep(0.1)
                 continue
+            if not self._host.admits(sock):
+                _log.warning("a user that the Unix socket is not for is refused")
+                sock.close()
+                continue
             full = len(self._connections) >= self._max_connections
             if full:
                 _log.warning("more than %d connections: one is refused", self._max_connections)
             if full and len(self._refusing) >= _REFUSED:
-                sock.close()
-                continue
-            if not self._host.admits(sock):
-                _log.warning("a user that the Unix socket is not for is refused")
-                sock.close()
+                self._refuse_unheard(sock)
                 continue
             tasks = self._refusing if full else self._connections
             task = asyncio.create_task(
@@ -117,6 +121,16 @@ class DataPlane:
             "or raise its max_connections",
             retry_after_ms=_RETRY_MS,
         )
+
+    def _refuse_unheard(self, sock: socket.socket) -> None:
+        """Say that there are too many connections, if that takes no TLS handshake, and close: nothing is read, and nobody waits."""
+        with sock:
+            if self._tls is None or sock.family == socket.AF_UNIX:
+                said = ErrorReply(code=Busy.code, message=_FULL, retry_after_ms=_RETRY_MS)
+                with contextlib.suppress(OSError):
+                    sock.sendmsg(encode(FrameType.ERROR, 0, pack(said)))
+                    sock.shutdown(socket.SHUT_WR)
+                self.request_stats.errors[Busy.code] += 1
 
     async def _serve(self, sock: socket.socket, endpoint: str, refusal: Busy | None = None) -> None:
         channel = self._channel(sock)

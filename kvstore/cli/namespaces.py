@@ -20,6 +20,7 @@ from kvstore.cli.common import (
     size_text,
     table_console,
 )  # fmt: skip
+from kvstore.cli.components import HELP, component_of
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES, Component, KVSpec
 
@@ -48,9 +49,10 @@ def list_namespaces(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False
 @app.command()
 def create(
     name: Annotated[str, typer.Argument(help="A name, unique among yours.")],
-    layers: Annotated[int, typer.Option(help="Layers that keep KV state.")],
-    kv_heads: Annotated[int, typer.Option(help="KV heads.")],
-    head_dim: Annotated[int, typer.Option(help="Elements a head.")],
+    layers: Annotated[int | None, typer.Option(help="Layers with attention over all tokens: the first component, of kind full.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements a head.")] = None,
+    component: Annotated[list[str] | None, typer.Option(help=HELP)] = None,
     model: Annotated[str, typer.Option(help="MODEL@REVISION, the revision a commit hash or version.")] = "",
     model_folder: Annotated[Path | None, typer.Option(help="Compute the model fingerprint from this folder instead.")] = None,
     fingerprint: Annotated[str, typer.Option(help="Give the model fingerprint itself instead.")] = "",
@@ -70,7 +72,8 @@ def create(
     as_json: JsonOption = False,
 ) -> None:
     """Create a namespace, or show it if it is there already."""
-    spec = KVSpec(page_tokens, (Component("full", layers, kv_heads, head_dim, dtype, planes),))
+    shape: dict[str, int | str | None] = {"kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "planes": planes}
+    spec = KVSpec(page_tokens, _components(layers, shape, component or []))
     body = {
         "name": name,
         "fingerprint": _fingerprint(model, model_folder, fingerprint, dtype),
@@ -88,6 +91,23 @@ def create(
         print_json(made)
     else:
         typer.echo(f"{made['name']} is {made['id']}: pages of {spec.page_tokens} tokens, {size_text(spec.page_bytes)} each")
+        for each in spec.components if len(spec.components) > 1 else ():
+            typer.echo(f"  {_component(each)}")
+
+
+def _components(layers: int | None, shape: dict[str, int | str | None], others: list[str]) -> tuple[Component, ...]:
+    """Those of the options; the full one of `--layers` is the first."""
+    if layers is None and not others:
+        raise BadRequest("say what a page holds: --layers, --kv-heads and --head-dim; or --component, for each kind of state (see --help)")
+    first = [] if layers is None else [_full(layers, shape)]
+    return (*first, *(component_of(text, shape) for text in others))
+
+
+def _full(layers: int, shape: dict[str, int | str | None]) -> Component:
+    for name in ("kv_heads", "head_dim"):
+        if shape[name] is None:
+            raise BadRequest(f"--layers goes with --kv-heads and --head-dim: there is no --{name.replace('_', '-')}")
+    return Component("full", layers, **shape)  # type: ignore[arg-type]
 
 
 def _fingerprint(model: str, folder: Path | None, fingerprint: str, dtype: str) -> str:

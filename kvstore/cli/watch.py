@@ -3,8 +3,8 @@
 import contextlib
 import json
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Generator
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Group
@@ -49,35 +49,49 @@ def top(
     """Watch a daemon live: tiers, rates and namespaces. Ctrl-C ends it. With --json a line a look, in a pipe tables in a row."""
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
-            for stat, last, seconds in _looks(http, interval, count):
-                rates = {name: (value - last["totals"][name]) / seconds for name, value in stat.get("totals", {}).items()}
-                print(json.dumps(stat | {"time": time.time(), "per_s": rates}), flush=True)
+            for look in looks(http, interval, count):
+                print(json.dumps(look.stat | {"time": time.time(), "per_s": rates(*look)}), flush=True)
             return
         console = table_console()
         with Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext() as live:
-            for stat, last, seconds in _looks(http, interval, count):
-                of_all = [_rates(stat, last, seconds), _requests(stat, last)] if "totals" in stat else []  # else no admin access
-                tables = Group(_tiers(stat), *of_all, _namespaces(stat))
+            for look in looks(http, interval, count):
                 if live is not None:
-                    live.update(tables)
+                    live.update(shown(*look))
                 else:
-                    console.print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), tables)
+                    console.print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), shown(*look))
                     console.file.flush()
 
 
-def _looks(http: str, interval: float, count: int) -> Iterator[tuple[dict[str, Any], dict[str, Any], float]]:
-    """What `/v1/stat` says at each look, what it said at the one before, and the seconds between them.
+class Look(NamedTuple):
+    """What `/v1/stat` says, what it said at the look before (None if that was before a restart), and the seconds between them."""
 
-    It is asked once before the first look, for rates that are those of now.
-    """
+    stat: dict[str, Any]
+    last: dict[str, Any] | None
+    seconds: float
+
+
+def looks(http: str, interval: float, count: int) -> Generator[Look, None, None]:
+    """One look after the other. It is asked once before the first, for rates that are those of now."""
     last, last_time = http_json(http, "/v1/stat"), time.monotonic()
-    looks = 0
-    while not count or looks < count:
-        time.sleep(interval if looks else min(interval, _FIRST_S))
+    done = 0
+    while not count or done < count:
+        time.sleep(interval if done else min(interval, _FIRST_S))
         stat, now = http_json(http, "/v1/stat"), time.monotonic()
-        yield stat, last, now - last_time
+        yield Look(stat, last if last["epoch"] == stat["epoch"] else None, now - last_time)
         last, last_time = stat, now
-        looks += 1
+        done += 1
+
+
+def rates(stat: dict[str, Any], last: dict[str, Any] | None, seconds: float) -> dict[str, float]:
+    """How fast the totals rise, each a second; none over a restart, from which they count anew."""
+    return {name: (value - last["totals"][name]) / seconds for name, value in stat.get("totals", {}).items()} if last else {}
+
+
+def shown(stat: dict[str, Any], last: dict[str, Any] | None, seconds: float) -> Group:
+    """A look, in tables."""
+    restarted = [] if last else ["the daemon was restarted since the last look"]
+    of_all = [_rates(stat, rates(stat, last, seconds)), _requests(stat, last)] if "totals" in stat else []  # else no admin access
+    return Group(_tiers(stat), *restarted, *of_all, _namespaces(stat))
 
 
 def _tiers(stat: dict[str, Any]) -> Table:
@@ -88,12 +102,12 @@ def _tiers(stat: dict[str, Any]) -> Table:
     return table
 
 
-def _rates(stat: dict[str, Any], last: dict[str, Any], seconds: float) -> Table:
+def _rates(stat: dict[str, Any], per_s: dict[str, float]) -> Table:
     table = Table(*(title for _, title, _ in _RATES), "leases", "puts open", "backlog", "clients")
     cells = []
     for field, _, is_bytes in _RATES:
-        rate = (stat["totals"][field] - last["totals"][field]) / seconds
-        cells.append(f"{size_text(rate)}/s" if is_bytes else f"{rate:.0f}")
+        rate = per_s.get(field)
+        cells.append("-" if rate is None else f"{size_text(rate)}/s" if is_bytes else f"{rate:.0f}")
     table.add_row(
         *cells, str(stat["leases"]), str(stat["puts_open"]), str(stat["writeback_backlog_pages"]), str(stat["sessions"])
     )  # fmt: skip

@@ -3,10 +3,10 @@
 import numpy as np
 
 from kvstore.radix.pages import Slots
-from kvstore.radix.structure import TreeStructure
+from kvstore.radix.tables import TreeTables
 
 
-def with_all_below(tree: TreeStructure, slots: Slots) -> Slots:
+def with_all_below(tree: TreeTables, slots: Slots) -> Slots:
     """Pages (or ghosts) and all below them, ascending: what goes when they are removed."""
     nodes, slots = tree.nodes, np.sort(slots)
     owners, first = np.unique(tree.pages.node[slots], return_index=True)

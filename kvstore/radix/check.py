@@ -4,7 +4,8 @@ import numpy as np
 
 from kvstore.digests import page_key
 from kvstore.radix.pages import DURABLE, GHOST
-from kvstore.radix.structure import MOVE_LIMIT, ROOT
+from kvstore.radix.structure import MOVE_LIMIT
+from kvstore.radix.tables import ROOT
 from kvstore.radix.tree import RadixTree
 
 

@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from kvstore.columns import nth_least, runs_of
 from kvstore.radix.pages import Slots
-from kvstore.radix.structure import ROOT, TreeStructure
+from kvstore.radix.tables import ROOT, TreeTables
 
 _Values = npt.NDArray[Any]
 """Of any type that has an order."""
 
 
-def raised(tree: TreeStructure, slots: Slots, values: _Values) -> _Values:
+def raised(tree: TreeTables, slots: Slots, values: _Values) -> _Values:
     """`values`, each raised to the highest among the page's descendants in `slots` (ascending, without repeats)."""
     if not len(slots):
         return values
@@ -28,7 +28,7 @@ def raised(tree: TreeStructure, slots: Slots, values: _Values) -> _Values:
     return np.repeat(_raised(tree, owner.take(starts), values.take(starts)), length)
 
 
-def _raised(tree: TreeStructure, owner: Slots, values: _Values) -> _Values:
+def _raised(tree: TreeTables, owner: Slots, values: _Values) -> _Values:
     """As `raised`, of the pages of these nodes in their order; one may stand for all equal ones in a row."""
     first, length = runs_of(owner)
     values = _raised_in_runs(values, first, length)
@@ -58,7 +58,7 @@ def _raised_in_runs(values: _Values, first: npt.NDArray[np.int64], length: npt.N
     return values
 
 
-def _best_below(tree: TreeStructure, nodes: Slots, top: _Values, bottom: _Values) -> _Values | None:
+def _best_below(tree: TreeTables, nodes: Slots, top: _Values, bottom: _Values) -> _Values | None:
     """For each node the highest value in the nodes below it, or `bottom` if that is higher; None if it is so for all.
 
     `top` and `bottom` are the highest and the lowest value of each node's own.
@@ -96,7 +96,7 @@ def _higher(one: _Values, other: _Values) -> _Values:
     return found
 
 
-def depth_of(tree: TreeStructure, slots: Slots) -> npt.NDArray[np.int64]:
+def depth_of(tree: TreeTables, slots: Slots) -> npt.NDArray[np.int64]:
     """How many pages are above each."""
     owner = tree.pages.node.take(slots)
     depth, start = np.asarray(tree.nodes.depth)[owner], np.asarray(tree.nodes.start)[owner]

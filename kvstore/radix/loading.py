@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvstore.radix.load_plan import LoadPlan
 from kvstore.radix.pages import DURABLE, MAX_DEPTH, Slots
-from kvstore.radix.structure import ROOT
+from kvstore.radix.tables import ROOT
 from kvstore.radix.tree import RadixTree
 
 _LOST = -2

@@ -20,7 +20,8 @@ from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key
 from kvstore.errors import BadRequest, NoSpace
 from kvstore.hash_index import TAG_MASK
 from kvstore.radix.pages import GHOST, MAX_DEPTH, RECENCY_DEPTH_BITS, Slots
-from kvstore.radix.structure import FEW_NODES, ROOT, TreeStructure, child_hash
+from kvstore.radix.structure import TreeStructure
+from kvstore.radix.tables import FEW_NODES, ROOT, child_hash
 from kvstore.radix.values import EMPTY_PATH, NewPages, Path
 
 Extras = Mapping[int, bytes]

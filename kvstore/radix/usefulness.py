@@ -6,11 +6,11 @@ begins at the root. So when a run is cut, each piece that is too short goes whol
 
 from kvstore.radix.components import Optional
 from kvstore.radix.pages import GHOST
-from kvstore.radix.structure import ROOT, TreeStructure
+from kvstore.radix.tables import ROOT, TreeTables
 from kvstore.radix.values import Path
 
 
-def useless_parts(tree: TreeStructure, rule: Optional, path: Path) -> list[int]:
+def useless_parts(tree: TreeTables, rule: Optional, path: Path) -> list[int]:
     """Page slots whose part of an optional component is of no use, in the runs that end before or begin after the end of `path`.
 
     Only runs in which nothing branches are judged above the cut; others stay until they are the coldest.
@@ -31,11 +31,11 @@ def useless_parts(tree: TreeStructure, rule: Optional, path: Path) -> list[int]:
     return above + below
 
 
-def _has(tree: TreeStructure, slot: int, rule: Optional) -> bool:
+def _has(tree: TreeTables, slot: int, rule: Optional) -> bool:
     return bool(tree.pages.components[slot] & rule.bit)
 
 
-def _branches(tree: TreeStructure, path: Path, first: int, end: int) -> bool:
+def _branches(tree: TreeTables, path: Path, first: int, end: int) -> bool:
     """Whether any page of [first, end) is followed by a page with the component that is not on the path before `end`."""
     tail = path.nodes[-1]
     if end == path.pages and path.tail < tree.nodes.count[tail] and not tree.pages.flags[tree.nodes.start[tail] + path.tail] & GHOST:
@@ -50,7 +50,7 @@ def _branches(tree: TreeStructure, path: Path, first: int, end: int) -> bool:
     return False
 
 
-def _short_runs_below(tree: TreeStructure, rule: Optional, path: Path) -> list[int]:
+def _short_runs_below(tree: TreeTables, rule: Optional, path: Path) -> list[int]:
     """The runs that begin right after a path, where even the longest way down is shorter than a boundary needs."""
     node = path.nodes[-1]
     found: list[int] = []
@@ -62,7 +62,7 @@ def _short_runs_below(tree: TreeStructure, rule: Optional, path: Path) -> list[i
     return found
 
 
-def _run_down(tree: TreeStructure, rule: Optional, node: int, offset: int, length: int, run: list[int]) -> int:
+def _run_down(tree: TreeTables, rule: Optional, node: int, offset: int, length: int, run: list[int]) -> int:
     """The length of the longest run that goes on at `offset` of a node, up to what is needed; its pages are added to `run`."""
     longest, todo = length, [(node, offset, length)]
     while todo and longest < rule.pages:

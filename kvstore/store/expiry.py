@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvstore.radix.pages import GHOST, RECENCY_DEPTH_BITS, Slots
-from kvstore.radix.structure import ROOT
+from kvstore.radix.tables import ROOT
 from kvstore.store.space import Space
 from kvstore.store.uses import Uses
 

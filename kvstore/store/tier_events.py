@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvstore.columns import ColumnSpec, column, distinct
 from kvstore.digests import KEY_BYTES, NO_EXTRA
 from kvstore.radix.pages import DURABLE, GHOST, Slots
-from kvstore.radix.structure import ROOT
+from kvstore.radix.tables import ROOT
 from kvstore.store.settings import NamespaceSettings
 from kvstore.store.space import Space
 from kvstore.store.watchers import Watcher

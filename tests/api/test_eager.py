@@ -8,6 +8,7 @@ import pytest
 from kvstore.api.wire import Channel, FrameType, Header, encode
 from kvstore.api.wire.eager import at_once, begin
 from kvstore.errors import ConnectionLost, ProtocolError
+from tests.waiting import until
 
 
 async def double(value: int, wait: asyncio.Event | None = None) -> int:
@@ -97,16 +98,17 @@ async def test_whole_frames_are_dealt_with_as_they_come(ends: tuple[Channel, soc
     reader = Reader(channel)
     task = await reading(reader)
     peer.send(frame(1) + frame(2, b"payload"))
-    await asyncio.sleep(0.01)
+    await until(lambda: len(reader.seen) == 2)
     assert reader.seen == [(1, b"", "at once"), (2, b"payload", "at once")]
     both = frame(3) + frame(4, bytes(100))
     peer.send(both[:-50])  # one that is not all there is read by the task
+    await until(lambda: len(reader.seen) == 3)
     await asyncio.sleep(0.01)
     peer.send(both[-50:] + frame(5))
-    await asyncio.sleep(0.01)
+    await until(lambda: len(reader.seen) == 5)
     assert [(number, how) for number, _, how in reader.seen[2:]] == [(3, "at once"), (4, "task"), (5, "task")]
     peer.send(b"".join(frame(number) for number in range(6, 40)))  # others on the loop get a turn in between
-    await asyncio.sleep(0.01)
+    await until(lambda: len(reader.seen) == 39)
     assert [number for number, _, _ in reader.seen] == list(range(1, 40))
     assert {how for number, _, how in reader.seen if number > 20} == {"task"}
     peer.close()
@@ -122,7 +124,7 @@ async def test_what_a_frame_waits_for_holds_up_the_next(ends: tuple[Channel, soc
     await asyncio.sleep(0.01)
     assert not reader.seen
     event.set()
-    await asyncio.sleep(0.01)
+    await until(lambda: len(reader.seen) == 2)
     assert [number for number, _, _ in reader.seen] == [1, 2]
     event.clear()
     peer.send(frame(3))
@@ -148,7 +150,7 @@ async def test_the_end_and_a_close(ends: tuple[Channel, socket.socket]) -> None:
     reader = Reader(channel)
     task = await reading(reader)
     peer.send(frame(1))
-    await asyncio.sleep(0.01)
+    await until(lambda: reader.seen)
     channel.close()
     with pytest.raises(ConnectionLost):
         await task

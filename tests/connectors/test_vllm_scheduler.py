@@ -244,10 +244,10 @@ def test_images_are_in_the_labels_of_their_pages() -> None:
 def test_a_slow_look_up_is_not_waited_for_then_a_miss(daemon: DaemonProcess) -> None:
     link = Link(daemon.endpoint)
     with Client(daemon.endpoint, shared_memory=False) as client:
-        slow = Side(link.endpoint, client, "slow", shared_memory=False, lookup_timeout_s=0.5, connections=1)
+        slow = Side(link.endpoint, client, "slow", shared_memory=False, lookup_timeout_s=1.5, connections=1)
         slow.put(PROMPT[:12])
         assert slow.matched(Request("a", PROMPT)) == 12
-        link.delay_s = 2.0
+        link.delay_s = 6.0
         asked = Request("b", PROMPT)
         assert slow.side.matched_tokens(asked, 0) is None
         assert slow.matched(asked) == 0

@@ -40,7 +40,7 @@ class Unrest(threading.Thread):
             self.failure = error
 
     async def _work(self) -> None:
-        async with AsyncClient(self._endpoint, timeout=1) as client:
+        async with AsyncClient(self._endpoint, timeout=20, reconnect=0) as client:
             pages = await client.namespace("pages", "rev-1", SPEC)
             for number in itertools.count():
                 tokens = context(5_000_000 + 1000 * self._cycle + number, 16)

@@ -2,12 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
@@ -16,25 +13,21 @@ from kvstore_workers.daemon_process import DaemonProcess
 from tests.faults.baseline import Held, wait_for_baseline
 from tests.faults.conftest import Faulty, serves
 from tests.faults.victim import LEASES, PAGES
+from tests.forked_daemon import Fork, forked_module
 from tests.integration.pages import context, fetch_checked, open_namespace
 from tests.integration.raw import stat
 
-ROOT = Path(__file__).parents[2]
 _LIMIT_S = 30.0
 
 
 @contextmanager
-def victim(daemon: DaemonProcess, mode: str, first: int) -> Iterator["subprocess.Popen[str]"]:
+def victim(daemon: DaemonProcess, mode: str, first: int) -> Iterator[Fork]:
     """A client process at its work; killed at the end, if it was not before."""
-    command = [sys.executable, "-m", "tests.faults.victim", daemon.endpoint, mode, str(first)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with forked_module("tests.faults.victim", daemon.endpoint, mode, str(first)) as process:
+        yield process
 
 
-def kill_when(daemon: DaemonProcess, process: "subprocess.Popen[str]", holds: Callable[[Held], bool]) -> None:
+def kill_when(daemon: DaemonProcess, process: Fork, holds: Callable[[Held], bool]) -> None:
     """Kill a client while the daemon holds something for it: it is stopped again and again until it is caught at it."""
     deadline = time.monotonic() + _LIMIT_S
     while True:
@@ -50,7 +43,7 @@ def kill_when(daemon: DaemonProcess, process: "subprocess.Popen[str]", holds: Ca
     process.wait()
 
 
-def first_line(process: "subprocess.Popen[str]") -> str:
+def first_line(process: Fork) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, "the client ended by itself"
@@ -58,10 +51,11 @@ def first_line(process: "subprocess.Popen[str]") -> str:
 
 
 def test_killed_in_the_middle_of_a_put(start: Faulty) -> None:
-    daemon = start(dram="32MiB")
+    daemon = start(dram="64MiB")
     baseline, aborted = Held.by(daemon), 0
     for round_number in range(3):
         with victim(daemon, "put", 1_000_000 * (round_number + 1)) as process:
+            first_line(process)
             kill_when(daemon, process, lambda held: held.puts_open > 0)
         wait_for_baseline(daemon, baseline)
         assert stat(daemon.http)["totals"]["puts_aborted"] > aborted, "no put was cut off: this test shows nothing"

@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +18,10 @@ from kvstore.api.wire import FrameType
 from kvstore.api.wire.same_host import SegmentsRequest
 from kvstore_client import AsyncClient, Client, NotFound
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.commands import kvstore
 from tests.faults.baseline import Held, wait_for_baseline
 from tests.faults.conftest import Faulty
+from tests.forked_daemon import Fork, forked_module
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.raw import RawClient, stat
 
@@ -32,20 +32,16 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user
 
 
 @contextmanager
-def holding(daemon: DaemonProcess, lease_s: float) -> Iterator["subprocess.Popen[str]"]:
+def holding(daemon: DaemonProcess, lease_s: float) -> Iterator[Fork]:
     """A client process that holds views of 32 pages of each context."""
     with Client(daemon.endpoint) as client:
         namespace = open_namespace(client)
         for seed in SEEDS:
             namespace.put(context(seed, 32), content(context(seed, 32)))
-    command = [sys.executable, "-m", "tests.faults.near_victim", daemon.endpoint, str(lease_s), *map(str, SEEDS)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == f"holding {32 * len(SEEDS)}\n"
-            yield process
-        finally:
-            process.kill()
+    with forked_module("tests.faults.near_victim", daemon.endpoint, str(lease_s), *map(str, SEEDS)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"holding {32 * len(SEEDS)}\n"
+        yield process
 
 
 def everything_goes(daemon: DaemonProcess) -> None:
@@ -201,7 +197,5 @@ def test_clients_that_come_and_go_leave_nothing(start: Faulty) -> None:
             with namespace.match(tokens) as match:
                 assert namespace.view(match).valid
         wait_for_baseline(daemon, baseline)
-    report = subprocess.run(
-        [sys.executable, "-m", "kvstore", "check", "--http", daemon.http], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    report = kvstore("check", "--http", daemon.http)
     assert report.returncode == 0, report.stdout + report.stderr

@@ -2,6 +2,8 @@
 
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -33,6 +35,20 @@ def long_fetch(raw: RawClient) -> bytes:
     return frame(FrameType.FETCH, FetchRequest(namespace="pages", blobs=PAGES), ids + pack_runs(runs))
 
 
+@contextmanager
+def stalled_fetch(daemon: DaemonProcess, read: int = 0) -> Iterator[RawClient]:
+    """A client that stops reading in the middle of a fetch of which the daemon is seen to hold blobs."""
+    while True:
+        with RawClient(daemon.endpoint) as stalled:
+            stalled.send_raw(long_fetch(stalled))
+            stalled.read(read)
+            while (held := Held.by(daemon)).connections and not held.pinned_blobs:
+                time.sleep(0.01)
+            if held.pinned_blobs:  # it was not cut off before that could be seen
+                yield stalled
+                return
+
+
 def put_long(endpoint: str) -> None:
     with Client(endpoint, connections=1) as client:
         open_namespace(client).put(context(777, PAGES), content(context(777, PAGES)))
@@ -52,11 +68,7 @@ def test_a_client_that_stops_reading_in_the_middle_of_a_fetch(start: Faulty) -> 
     daemon = start(client_timeout=1)
     put_long(daemon.endpoint)
     baseline = Held.by(daemon)
-    with RawClient(daemon.endpoint) as stalled:
-        stalled.send_raw(long_fetch(stalled))
-        stalled.read(100_000)
-        while not Held.by(daemon).pinned_blobs:
-            time.sleep(0.01)
+    with stalled_fetch(daemon, read=100_000) as stalled:
         serves(daemon)
         wait_for_baseline(daemon, baseline)  # while the client is still there: it was cut off
         cut_off(stalled.sock, within=20)
@@ -66,10 +78,7 @@ def test_garbage_while_a_fetch_is_stalled(start: Faulty) -> None:
     daemon = start(client_timeout=1)
     put_long(daemon.endpoint)
     baseline = Held.by(daemon)
-    with RawClient(daemon.endpoint) as stalled:
-        stalled.send_raw(long_fetch(stalled))
-        while not Held.by(daemon).pinned_blobs:
-            time.sleep(0.01)
+    with stalled_fetch(daemon) as stalled:
         stalled.send_raw(bytes(64))
         wait_for_baseline(daemon, baseline)
         cut_off(stalled.sock, within=20)
@@ -128,7 +137,7 @@ def test_large_requests_that_stall_do_not_cut_off_the_next_one(start: Faulty) ->
             client.send_raw(whole[: 1 << 20])
         with RawClient(daemon.endpoint) as honest:
             honest.send_raw(whole[: 1 << 20])
-            cut_off(stalled[-1].sock, within=20)
+            cut_off(stalled[0].sock, within=20)
             time.sleep(0.3)
             honest.send_raw(whole[1 << 20 :])
             assert honest.receive()[0].type is FrameType.MATCHED

@@ -10,7 +10,7 @@ from kvstore_client import Client, KVSpec
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, fetch_checked, open_namespace
-from tests.integration.raw import RawClient, stat, wait_for_baseline
+from tests.integration.raw import RawClient, wait_for_baseline
 from tests.integration.rebuilds import SPEC
 
 _names = count()
@@ -38,7 +38,7 @@ def raw(daemon: DaemonProcess) -> Iterator[RawClient]:
     with Client(daemon.endpoint, connections=1) as client:
         namespace = open_namespace(client)
         namespace.put(context(1), content(context(1)))
-    wait_for_baseline(daemon.http, used := stat(daemon.http)["tiers"]["dram"]["used"])
+    used = wait_for_baseline(daemon.http)
     with RawClient(daemon.endpoint) as connection:
         yield connection
     wait_for_baseline(daemon.http, used)

@@ -93,13 +93,19 @@ def stat(http: str, token: str = "") -> Any:
         return json.loads(response.read())
 
 
-def wait_for_baseline(http: str, dram_used: int, timeout: float = 10.0, token: str = "") -> None:
-    """Wait until nothing is held for anybody. The daemon learns of a dead client when its socket says so."""
+_HELD = ("leases", "puts_open", "sessions", "connections", "pinned_blobs")
+
+
+def wait_for_baseline(http: str, dram_used: int | None = None, timeout: float = 20.0, token: str = "") -> int:
+    """Wait until nothing is held for anybody, and DRAM is used as given. Returns how much of it is used.
+
+    The daemon learns of a client that is gone when its socket says so: those of tests before may be there yet when one begins.
+    """
     deadline = time.monotonic() + timeout
     while True:
         found = stat(http, token)
-        held = (found["leases"], found["puts_open"], found["sessions"], found["connections"], found["tiers"]["dram"]["used"])
-        if held == (0, 0, 0, 0, dram_used):
-            return
-        assert time.monotonic() < deadline, f"still held: leases, puts, sessions, connections, DRAM = {held}, not {dram_used}"
+        held, used = {name: found[name] for name in _HELD if found[name]}, int(found["tiers"]["dram"]["used"])
+        if not held and dram_used in (used, None):
+            return used
+        assert time.monotonic() < deadline, f"still held: {held}; {used} bytes of DRAM, not {dram_used}"
         time.sleep(0.02)

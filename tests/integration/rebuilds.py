@@ -1,8 +1,6 @@
 """What tests of computing pages again share: contexts and their pages, what the daemon says of it, and workers in processes."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +15,7 @@ from kvstore_client import (
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from kvstore_workers.rebuild_worker import SimulatedModel
+from tests.forked_daemon import Fork, forked_module
 from tests.integration.test_http import ask
 
 SPEC = KVSpec(4, (Component("full", 4, 2, 32, "f32"),), max_slice_bytes=4096)
@@ -67,16 +66,10 @@ def totals(daemon: DaemonProcess) -> dict[str, int]:
 
 
 @contextmanager
-def worker(daemon: DaemonProcess, namespace: Namespace, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def worker(daemon: DaemonProcess, namespace: Namespace, *arguments: str) -> Iterator[Fork]:
     """A rebuild worker in a process of its own."""
-    command = [sys.executable, "-m", "kvstore_workers.rebuild_worker", "--endpoint", daemon.endpoint, "--namespace", namespace.id]
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
-    try:
+    place = ("--endpoint", daemon.endpoint, "--namespace", namespace.id)
+    with forked_module("kvstore_workers.rebuild_worker", *place, *arguments) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "working\n"
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()

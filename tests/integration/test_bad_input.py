@@ -22,6 +22,7 @@ from kvstore.api.wire.messages import (
 from kvstore_client import BadRequest, Client, Costs, NoSpace
 from kvstore_client.put import put_once
 from kvstore_client.put_layout import PutLayout
+from kvstore_client.whole import Whole
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.faults.baseline import unexpected
 from tests.integration.pages import SPEC, context
@@ -235,7 +236,7 @@ def test_the_sdk_says_what_is_wrong_before_anything_is_sent(daemon: DaemonProces
         huge = np.arange(4096 * SPEC.page_tokens, dtype=np.uint32).tobytes()
         data, layout = memoryview(bytes(4096 * SPEC.page_bytes)), PutLayout(SPEC, (SPEC.whole(),), 0, 4096)
         with pytest.raises(NoSpace):
-            client.run(put_once(namespace.inner.client, _start(namespace.id), huge, data, layout, 0.0))
+            client.run(put_once(namespace.inner.client, _start(namespace.id), huge, data, layout, Whole(0.0)))
 
 
 def _start(namespace: str) -> PutStart:

@@ -6,7 +6,7 @@ import pytest
 from kvstore_client import AsyncClient, BadRequest, Client, PutResult
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, open_namespace
-from tests.integration.raw import stat
+from tests.integration.raw import stat, wait_for_baseline
 
 
 def test_links_and_the_pages_that_are_there(daemon: DaemonProcess) -> None:
@@ -19,6 +19,7 @@ def test_links_and_the_pages_that_are_there(daemon: DaemonProcess) -> None:
 
 
 def test_a_session_that_was_closed_takes_no_lease(daemon: DaemonProcess) -> None:
+    wait_for_baseline(daemon.http)
     tokens = context(2)
     with Client(daemon.endpoint) as client:
         namespace = open_namespace(client)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,6 +13,7 @@ from kvstore_client import Client, NotFound
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.apart import apart
+from tests.commands import kvstore
 from tests.integration.pages import content, context, fetch_checked, open_namespace
 from tests.integration.raw import stat
 from tests.integration.test_http import ask
@@ -25,7 +25,7 @@ SIZES = ("--dram", "32MiB", "--ssd", "64MiB")
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvstore", "check", *arguments], capture_output=True, text=True, timeout=60)
+    return kvstore("check", *arguments)
 
 
 def fill(daemon: DaemonProcess, seeds: range = range(0, 50, 10)) -> None:

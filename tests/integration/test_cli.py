@@ -11,19 +11,49 @@ import numpy as np
 import pytest
 
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.commands import from_nothing
+from tests.commands import kvstore as run
 
 PAGE_BYTES = 2 * 2 * 4 * 8 * 2
 CREATE = ("ns", "create", "x", "--layers", "1", "--kv-heads", "1", "--head-dim", "8")
 
 
-def kvstore(daemon: DaemonProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "KVSTORE_HTTP": daemon.http, "KVSTORE_ENDPOINT": daemon.endpoint}
-    return subprocess.run([sys.executable, "-m", "kvstore", *arguments], env=environment, capture_output=True, text=True, timeout=30)
+def of(daemon: DaemonProcess) -> dict[str, str]:
+    """An environment in which a daemon is found."""
+    return {"KVSTORE_HTTP": daemon.http, "KVSTORE_ENDPOINT": daemon.endpoint}
+
+
+def kvstore(daemon: DaemonProcess, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return run(*arguments, environment=of(daemon), stdin=stdin)
 
 
 def as_json(done: subprocess.CompletedProcess[str]) -> Any:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "serve --policy best",
+        "status",
+        "ns list",
+        "match nope -t 1,2,3,4",
+        "drop nope -t 1,2,3,4",
+        "unpin nope 1",
+        "why nope -t 1,2,3,4",
+        "check --data-dir nowhere",
+        "doctor --dram lots",
+        "plan --bytes-per-token 0 -n 1 -c 1000",
+        "simulate nowhere",
+    ],
+)
+def test_a_command_from_nothing_is_what_all_others_here_are_forks_of(daemon: DaemonProcess, tmp_path: Path, line: str) -> None:
+    words = [str(tmp_path / word) if word == "nowhere" else word for word in line.split()]
+    done, forked = (how(*words, environment=of(daemon)) for how in (from_nothing, run))
+    assert (done.returncode, done.stderr) == (forked.returncode, forked.stderr)
+    assert done.stdout.split()[:2] == forked.stdout.split()[:2]
+    assert done.returncode == (0 if line in ("status", "ns list") else 2)
 
 
 def test_a_page_goes_in_and_comes_out(daemon: DaemonProcess, tmp_path: Path) -> None:
@@ -87,8 +117,7 @@ def test_what_is_watched_through_a_pipe_comes_look_by_look_and_plain(daemon: Dae
     ],
 )
 def test_help_names_the_defaults(command: str, words: list[str]) -> None:
-    environment = {**os.environ, "COLUMNS": "400", "TERM": "dumb"}
-    told = subprocess.run([sys.executable, "-m", "kvstore", command, "--help"], env=environment, capture_output=True, text=True, timeout=30)
+    told = run(command, "--help", environment={"COLUMNS": "400", "TERM": "dumb"})
     assert all(some in told.stdout for some in words), told.stdout
     assert " . " not in told.stdout
 
@@ -117,8 +146,7 @@ def test_errors_are_one_line_that_helps(daemon: DaemonProcess, arguments: tuple[
 
 @pytest.mark.parametrize("command", [("status",), ("match", "x", "-t", "1"), ("put", "x", "-t", "1", "-d", "x"), ("ns", "list")])
 def test_no_daemon_is_said_plainly_and_is_an_error(command: tuple[str, ...]) -> None:
-    nobody = {**os.environ, "KVSTORE_HTTP": "http://127.0.0.1:1", "KVSTORE_ENDPOINT": "127.0.0.1:1"}
-    done = subprocess.run([sys.executable, "-m", "kvstore", *command], env=nobody, capture_output=True, text=True)
+    done = run(*command, environment={"KVSTORE_HTTP": "http://127.0.0.1:1", "KVSTORE_ENDPOINT": "127.0.0.1:1"})
     assert done.returncode == 2
     assert "connection_lost" in done.stderr
     assert "127.0.0.1:1" in done.stderr

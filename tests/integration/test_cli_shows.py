@@ -1,10 +1,13 @@
 """What the commands print of namespaces, of a store by its configuration file, and of what is not there."""
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
-from kvstore_client import Client
+from kvstore.cli import watch
+from kvstore.cli.common import table_console
+from kvstore_client import Client, Component, KVSpec, fingerprint_revision
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, open_namespace
 from tests.integration.secured import ADMIN, ALICE, BOB, write_tokens
@@ -61,3 +64,56 @@ def test_what_is_there_before_the_pages_asked_about_is_told(daemon: DaemonProces
     tokens = ",".join(map(str, context(7_000).tolist()))
     done = kvstore(daemon, "why", "pages", "-t", tokens, "--first-page", "9")
     assert (done.returncode, "4 pages of this prefix are in pages, but none from page 9 on" in done.stderr) == (1, True), done.stderr
+
+
+def test_there_are_no_rates_over_a_restart(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ("--dram", "16MiB", "--ssd", "16MiB")
+    with DaemonProcess(data_dir, *place) as first:
+        with Client(first.endpoint) as client:
+            open_namespace(client).put(context(1), content(context(1)), durable=True)
+        looks = watch.looks(first.http, 0.1, 0)
+        before = next(looks)
+        assert watch.rates(*before)["put_pages"] == 0
+        port = urlsplit(first.http).port
+    with DaemonProcess(data_dir, *place, "--http-port", str(port)):
+        look = next(looks)
+        assert look[0]["totals"]["put_pages"] == 0 < before[0]["totals"]["put_pages"]
+        assert watch.rates(*look) == {}
+        table_console().print(watch.shown(*look))
+        words = capsys.readouterr().out
+        assert "restarted" in words
+        assert "/s" not in words.replace("matches/s", "")
+        assert watch.rates(*next(looks))["put_pages"] == 0
+        looks.close()
+
+
+HYBRID = KVSpec(
+    16,
+    (
+        Component("full", 8, 2, 64),
+        Component("window", 24, 2, 64, window=1024),
+        Component("state", 12, 1, 4096, dtype="f32", planes=1),
+    ),
+)
+
+
+def test_a_hybrid_namespace_is_the_one_that_the_sdk_makes(daemon: DaemonProcess) -> None:
+    shape = ("--kv-heads", "2", "--head-dim", "64", "--page-tokens", "16", "--model", "hybrid@v1.0")
+    others = (
+        "--component",
+        "window,layers=24,window=1024",
+        "--component",
+        "state, layers=12, kv-heads=1, head_dim=4096, planes=1, dtype=f32",
+    )
+    made = kvstore(daemon, "ns", "create", "hybrid", "--layers", "8", *shape, *others)
+    assert made.returncode == 0, made.stderr
+    assert "window over 1,024 tokens: 24 layers" in made.stdout
+    with Client(daemon.endpoint) as client:
+        namespace = client.namespace("hybrid")
+        assert namespace.spec == HYBRID
+        model = fingerprint_revision("hybrid", "v1.0", settings={"kv_dtype": "bf16"})
+        assert client.namespace("hybrid", model, HYBRID).id == namespace.id
+        assert (
+            as_json(kvstore(daemon, "ns", "create", "hybrid", *shape, "--component", "full,layers=8", *others, "--json"))["id"]
+            == namespace.id
+        )

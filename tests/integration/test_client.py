@@ -28,6 +28,7 @@ from kvstore_client.connection import Connection
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.raw import RawClient, stat, wait_for_baseline
+from tests.waiting import until
 
 BIG = KVSpec(4, (Component("full", 8, 2, 16384),), max_slice_bytes=1 << 20)
 """Pages of 4 MiB in 8 slices."""
@@ -52,6 +53,7 @@ def test_put_match_fetch_blocking(daemon: DaemonProcess) -> None:
 
 
 async def test_the_asynchronous_client_and_its_striping(daemon: DaemonProcess) -> None:
+    wait_for_baseline(daemon.http)
     data = np.random.default_rng(1).integers(0, 256, 3 * BIG.page_bytes, dtype=np.uint8)
     tokens = np.arange(12, dtype=np.uint32)
     elsewhere = ["127.0.0.2"]  # from another address: over the same one, a transfer is not spread over connections
@@ -72,6 +74,7 @@ async def test_the_asynchronous_client_and_its_striping(daemon: DaemonProcess) -
 
 
 async def test_one_transfer_takes_one_connection_on_the_daemons_machine(daemon: DaemonProcess) -> None:
+    wait_for_baseline(daemon.http)
     data = np.random.default_rng(1).integers(0, 256, 3 * BIG.page_bytes, dtype=np.uint8)
     tokens = np.arange(12, dtype=np.uint32)
     async with AsyncClient(daemon.endpoint, connections=4, shared_memory=False) as client:
@@ -186,6 +189,7 @@ async def _cancel_transfers(daemon: DaemonProcess, *, shared_memory: bool) -> No
 
 
 async def test_leases_end_with_their_owner_or_time(daemon: DaemonProcess) -> None:
+    wait_for_baseline(daemon.http)
     async with AsyncClient(daemon.endpoint) as client:
         namespace = await client.namespace("pages", "rev-1", SPEC)
         await namespace.put(context(7200), content(context(7200)))
@@ -193,12 +197,12 @@ async def test_leases_end_with_their_owner_or_time(daemon: DaemonProcess) -> Non
         await client.renew(held.lease, 120)
         assert stat(daemon.http)["leases"] == 1
         short = await namespace.match(context(7200), lease_s=0.05)
-        await asyncio.sleep(1)
+        await until(lambda: stat(daemon.http)["leases"] == 1)
         with pytest.raises(NotFound):
             await client.renew(short.lease, 1)
         await short.release()
         assert stat(daemon.http)["leases"] == 1
-    await asyncio.to_thread(wait_for_baseline, daemon.http, stat(daemon.http)["tiers"]["dram"]["used"])
+    await asyncio.to_thread(wait_for_baseline, daemon.http)
 
 
 async def test_what_was_released_is_released_for_the_next_request(daemon: DaemonProcess) -> None:

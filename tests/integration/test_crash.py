@@ -33,7 +33,7 @@ class Load(threading.Thread):
 
     def run(self) -> None:
         try:
-            with Client(self._endpoint, connections=2, timeout=1) as client:
+            with Client(self._endpoint, connections=2, timeout=20, reconnect=0) as client:
                 namespace = open_namespace(client)
                 for seed in range(self._first, self._first + 100_000):
                     durable = seed % 2 == 0

@@ -14,7 +14,7 @@ from kvstore_client.blocking import Namespace
 from kvstore_client.direct import Line
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
-from tests.integration.raw import stat
+from tests.integration.raw import stat, wait_for_baseline
 
 
 def line_of(client: Client) -> Line | None:
@@ -119,9 +119,13 @@ def test_an_interrupt(daemon: DaemonProcess) -> None:
             main = threading.main_thread().ident
             assert main is not None
             killer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
-            killer.start()
-            with pytest.raises(KeyboardInterrupt):
+
+            def ping() -> None:
+                killer.start()
                 client.ping()
+
+            with pytest.raises(KeyboardInterrupt):
+                ping()
             killer.join()
         finally:
             signal.signal(signal.SIGINT, before)
@@ -184,6 +188,7 @@ def test_a_view(daemon: DaemonProcess) -> None:
 
 
 def test_nothing_is_left(daemon: DaemonProcess) -> None:
+    wait_for_baseline(daemon.http)
     with Client(daemon.endpoint) as client:
         namespace = open_namespace(client)
         namespace.put(context(8000), content(context(8000)))
@@ -192,11 +197,7 @@ def test_nothing_is_left(daemon: DaemonProcess) -> None:
         kept = namespace.match(context(8000))
         assert stat(daemon.http)["leases"] == 1
     assert line.lost is not None
-    for _ in range(100):
-        if not stat(daemon.http)["leases"]:
-            break
-        time.sleep(0.02)
-    assert stat(daemon.http)["leases"] == 0
+    wait_for_baseline(daemon.http)
     kept.release()
 
 

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 from kvstore_client import BadRequest, Client, Component, Costs, Estimate, KVSpec, PartRange
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.commands import kvstore
 from tests.integration.pages import SPEC, content, context
 from tests.integration.raw import stat
 
@@ -187,8 +186,8 @@ def test_it_is_asked_for_over_http_and_by_hand(daemon: DaemonProcess) -> None:
     assert found["link_bytes_s"] == 1e6
     assert [run["tier"] for run in found["runs"]] == ["ssd"]
     tokens = ",".join(str(token) for token in TOKENS.tolist())
-    command = [sys.executable, "-m", "kvstore", "match", "pages", "--tokens", tokens, "--endpoint", daemon.endpoint]
-    shown = subprocess.run([*command, "--prefill-us", "0.000001"], capture_output=True, text=True, check=True).stdout
+    command = ["match", "pages", "--tokens", tokens, "--endpoint", daemon.endpoint]
+    shown = kvstore(*command, "--prefill-us", "0.000001").stdout
     assert f"best: load 0 tokens, compute {PAGES * SPEC.page_tokens}" in shown
-    shown = subprocess.run([*command, "--estimate"], capture_output=True, text=True, check=True).stdout
+    shown = kvstore(*command, "--estimate").stdout
     assert "no prefill cost is known" in shown

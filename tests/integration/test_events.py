@@ -146,7 +146,7 @@ def test_what_was_missed_is_repeated(daemon: DaemonProcess, follower: Follower, 
         follower.until(lambda f: bool(f.where("other")))
     numbers = [number for _, number, _ in follower.messages]
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
-    assert len(numbers) >= 7
+    assert len(numbers) >= 6, "one at least for each"
     for first in (0, numbers[0], numbers[4], numbers[-1]):
         assert [m[1] for m in follower.ask(first)] == [n for n in numbers if n >= first]
     assert [(m[0], m[1]) for m in follower.ask(numbers[2])] == [m[:2] for m in follower.messages[2:]]

@@ -210,7 +210,7 @@ def test_one_bad_digest_among_many_is_named_and_leaves_nothing(
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_client_that_dies_in_the_middle_leaves_nothing(daemon: DaemonProcess, raw_names: list[bytes], at_once: bool) -> None:
-    data, used = data_of(SMALL, len(raw_names), 8), stat(daemon.http)["tiers"]["dram"]["used"]
+    data, used = data_of(SMALL, len(raw_names), 8), wait_for_baseline(daemon.http)
     with Raw(daemon.endpoint) as raw:
         handle = secrets.randbits(62) + 1
         if at_once:

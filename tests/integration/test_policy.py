@@ -1,12 +1,11 @@
 """The policy in effect, as an operator sees it; and a data directory with spaces in its name."""
 
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.commands import kvstore
 from tests.integration.pages import open_namespace
 from tests.integration.raw import stat
 
@@ -20,15 +19,12 @@ def test_the_policy_is_shown_wherever_one_looks(tmp_path: Path) -> None:
             metrics = reply.read().decode()
         assert 'kvstore_policy_info{policy="s3fifo"} 1.0' in metrics
         assert "kvstore_policy_follows_lru 0.0" in metrics
-        shown = subprocess.run(
-            [sys.executable, "-m", "kvstore", "status", "--http", daemon.http], capture_output=True, text=True, check=True
-        )
+        shown = kvstore("status", "--http", daemon.http)
         assert "policy s3fifo," in shown.stdout
         assert any(line.endswith("policy: s3fifo") for line in daemon.lines)
 
 
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvstore", "serve", "--data-dir", str(tmp_path / "d"), "--policy", "best"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = kvstore("serve", "--data-dir", str(tmp_path / "d"), "--policy", "best")
     assert done.returncode == 2
     assert "one of lru, arc, classifier, s3fifo" in done.stderr

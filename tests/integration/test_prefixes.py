@@ -2,8 +2,6 @@
 
 import base64
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -162,17 +160,12 @@ async def _raw_turn(namespace: Any, turn: str) -> None:
     await namespace.match(context(1), hints=hints)
 
 
-def command(daemon: DaemonProcess, *arguments: str, stdin: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "kvstore", *arguments, "--endpoint", daemon.endpoint]
-    return subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=30)
-
-
 def test_commands(daemon: DaemonProcess, namespace: Namespace, tokens: Tokens, tmp_path: Path) -> None:
     text = "\n".join(map(str, tokens.tolist()))
     (tmp_path / "prompt.txt").write_text(text)
     inline, file = ",".join(map(str, tokens.tolist())), f"@{tmp_path / 'prompt.txt'}"
     assert as_json(kvstore(daemon, "prefetch", "pages", "-t", file, "--json")) == {"pages": 4, "dram_pages": 4, "blobs": 0}
-    piped = command(daemon, "pin", "pages", "-t", "-", "--ttl", "60", "--json", stdin=text)
+    piped = kvstore(daemon, "pin", "pages", "-t", "-", "--ttl", "60", "--json", stdin=text)
     pin = as_json(piped)
     assert pin["pages"] == 4
     refused = kvstore(daemon, "delete", "pages", "-t", inline)

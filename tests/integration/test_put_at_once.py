@@ -174,7 +174,11 @@ def test_aborted_in_the_middle(raw: RawClient) -> None:
 
 def test_a_full_tier_is_waited_for(data_dir: Path) -> None:
     """Slices of a put that has no room yet: first they wait, then the client asks before it sends again, and all of it succeeds."""
-    with DaemonProcess(data_dir, "--dram", "1MiB", "--ssd", "64MiB") as daemon, Client(daemon.endpoint, connections=1) as client:
+    stay = {"KVSTORE_HIGH_WATERMARK": "1", "KVSTORE_LOW_WATERMARK": "0.99"}  # or some could leave before they are leased
+    with (
+        DaemonProcess(data_dir, "--dram", "1MiB", "--ssd", "64MiB", environment=stay) as daemon,
+        Client(daemon.endpoint, connections=1) as client,
+    ):
         namespace = open_namespace(client)
         pages = 60  # of 64 that fit
         namespace.put(context(1, pages), content(context(1, pages)))

@@ -42,7 +42,7 @@ def test_a_worker_that_returns_nonsense(daemon: DaemonProcess, space: Callable[.
         assert (found["failed_attempts"], found["failed_jobs"], found["waiting_jobs"], found["claimed_jobs"]) == (3, 1, 0, 0)
 
 
-@pytest.mark.parametrize(("fault", "lease"), [("die", "60"), ("hang", "0.4")])
+@pytest.mark.parametrize(("fault", "lease"), [("die", "60"), ("hang", "2")])
 def test_another_worker_takes_over(daemon: DaemonProcess, space: Callable[..., Namespace], fault: str, lease: str) -> None:
     """One is killed with SIGKILL in the middle; one does not get on. A process that hangs in its function still renews: it is stopped."""
     namespace, ids = space(), tokens(3, seed=1)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from kvstore.api.wire import FrameType, PartRange
+from kvstore.api.wire import Component, FrameType, KVSpec, PartRange
 from kvstore.api.wire.messages import Empty
 from kvstore_client import AsyncClient, Client, ConnectionLost, DeadlineExceeded
 from kvstore_workers.daemon_process import DaemonProcess
@@ -76,6 +76,31 @@ def test_what_waits_outlives_a_clean_stop(data_dir: Path, near: bool) -> None:
         assert done == [0]
         assert fetch_checked(namespaces[1], tokens) == 4
     daemon.stop()
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["sent", "shared memory"])
+def test_a_put_waits_for_other_shards_no_longer_for_being_sent_again(daemon: DaemonProcess, near: bool) -> None:
+    spec = KVSpec(4, (Component("full", 2, 2, 16384),))
+    with Client(daemon.unix_endpoint, shared_memory=near, timeout=20) as client:
+        namespace = client.namespace("one-wait", "rev one-wait", spec)
+        half = PartRange(0, 0, 1, 0, 2)
+        data = np.zeros(4 * spec.part_bytes(half), np.uint8)
+        put_id = b"shared" if near else b"sent"
+        waits, done = beside(
+            lambda: namespace.put(np.arange(16, dtype=np.uint32), data, parts=(half,), put_id=put_id.ljust(16), whole_s=0.5).pending_pages
+        )
+        while not done:
+            time.sleep(0.2)
+            break_all(client)
+        waits.join()
+    assert done == [4], "its wait began anew each time"
+
+
+def break_all(client: Client) -> None:
+    """End the connections of a client, as a network would."""
+    for connection in (*client.inner.pool._slots, client.inner.same_host.now):
+        if connection is not None and connection.lost is None:
+            connection._channel.sock.shutdown(socket.SHUT_RDWR)
 
 
 def test_an_absence_long_ago_does_not_count(data_dir: Path) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +10,15 @@ import pytest
 
 from kvstore_client import Client, UnknownNamespace
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.commands import kvstore
 from tests.integration.pages import content, context, fetch_checked, open_namespace
 from tests.integration.raw import stat
 
 
 def look(*words: str) -> str:
-    return subprocess.run([sys.executable, "-m", "kvstore", *words], capture_output=True, text=True, check=True).stdout
+    done = kvstore(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_requests_and_errors_are_shown_wherever_one_looks(daemon: DaemonProcess) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -185,7 +186,7 @@ async def test_a_producer_killed_in_the_middle_fails_its_followers_cleanly(daemo
         namespace = await client.namespace("streams", "rev-1", SPEC)
         used = (await namespace.match(tokens(1), lease_s=0)).pages
         assert used >= 0
-    wait_for_baseline(daemon.http, before := _dram(daemon))
+    before = wait_for_baseline(daemon.http)
     producer = subprocess.Popen([sys.executable, "-c", PRODUCER, daemon.endpoint], stdout=subprocess.PIPE, text=True)
     try:
         assert producer.stdout is not None
@@ -206,10 +207,6 @@ async def test_a_producer_killed_in_the_middle_fails_its_followers_cleanly(daemo
         producer.kill()
         producer.wait()
     wait_for_baseline(daemon.http, before)
-
-
-def _dram(daemon: DaemonProcess) -> int:
-    return int(stat(daemon.http)["tiers"]["dram"]["used"])
 
 
 async def test_a_cancelled_follower_stops_at_once_and_spoils_nothing(namespace: Namespace, daemon: DaemonProcess) -> None:
@@ -277,6 +274,7 @@ def test_the_blocking_client_streams_too(daemon: DaemonProcess) -> None:
 
 
 async def test_whoever_stops_following_lets_go(namespace: Namespace, daemon: DaemonProcess) -> None:
+    """While both clients are there: their end would take what they hold with it."""
     async with AsyncClient(daemon.unix_endpoint, timeout=20) as consumer:
         theirs = await consumer.namespace("streams")
         async with namespace.stream_put(tokens(21), put_id=b"left early".ljust(16)) as put:
@@ -285,4 +283,7 @@ async def test_whoever_stops_following_lets_go(namespace: Namespace, daemon: Dae
             for low, high in GROUPS:
                 await put.send(low, high, np.ascontiguousarray(content(21)[:, low:high]))
             await put.commit()
-        assert await asyncio.to_thread(lambda: stat(daemon.http)["pinned_blobs"]) == 0, "a follower that has left holds blobs"
+        deadline = time.monotonic() + 20
+        while (await asyncio.to_thread(stat, daemon.http))["pinned_blobs"]:  # what is on its way to SSD is pinned, too
+            assert time.monotonic() < deadline, "a follower that has left holds blobs"
+            await asyncio.sleep(0.02)

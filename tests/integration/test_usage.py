@@ -249,12 +249,12 @@ def test_a_commit_too_early_is_refused_and_the_put_goes_on(daemon: DaemonProcess
 
 def test_a_daemon_that_is_gone_is_told_of(data_dir: Path) -> None:
     with DaemonProcess(data_dir, "--dram", "16MiB", "--ssd", "16MiB") as daemon:
-        patient, hasty = Client(daemon.endpoint, timeout=0.5), Client(daemon.endpoint, timeout=60, reconnect=0.2)
+        patient, hasty = Client(daemon.endpoint), Client(daemon.endpoint, timeout=60, reconnect=0.2)
         with patient, hasty:
             namespaces = [open_namespace(client) for client in (patient, hasty)]
             daemon.kill()
             with pytest.raises(DeadlineExceeded, match=r"within 0.5 s: connection_lost: can't connect to .*: Connection refused"):
-                namespaces[0].match(context(1))
+                namespaces[0].match(context(1), timeout=0.5)
             with pytest.raises(ConnectionLost, match=r"Connection refused.*has been away for"):
                 namespaces[1].match(context(1))
             with pytest.raises(ConnectionLost, match="Connection refused"):
@@ -268,7 +268,7 @@ def test_a_client_that_gave_up_finds_a_daemon_that_is_back(data_dir: Path) -> No
         namespace = open_namespace(client)
         namespace.put(context(1), content(context(1)), durable=True)
         first.kill()
-        with pytest.raises(ConnectionLost, match="can't connect"):
+        with pytest.raises(ConnectionLost, match=r"can't connect|connection broke"):
             namespace.match(context(1))
     with DaemonProcess(data_dir, *place), client:
         assert fetch_checked(namespace, context(1)) == 4

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import pytest
 
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.commands import kvstore
 from tests.integration.pages import SPEC, content, context, open_namespace
 
 
 def ask(daemon: DaemonProcess, seed: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     tokens = ",".join(str(token) for token in context(seed).tolist())
-    command = [sys.executable, "-m", "kvstore", "why", "pages", "--tokens", tokens, "--http", daemon.http, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return kvstore("why", "pages", "--tokens", tokens, "--http", daemon.http, *arguments)
 
 
 def told(daemon: DaemonProcess, seed: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from kvstore.lab.measure import Row
 from kvstore.lab.synthetic import random_reuse
 from kvstore.lab.trace import Op
 from kvstore_workers.trace import excerpt_path
+from tests.commands import kvstore
 from tests.lab.traces import PAGE_TOKENS, trace_of
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvstore", "simulate", *arguments], capture_output=True, text=True, timeout=60)
+    return kvstore("simulate", *arguments)
 
 
 def test_all_policies_beside_the_bound(tmp_path: Path) -> None:

@@ -25,14 +25,24 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_plan, "_STEP_COST", 20)
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("filled") / "d"
+
+    async def fill() -> None:
+        async with Store(config(place, dram_bytes=16 << 20, ssd_bytes=8 << 20)) as store:
+            for settings in (settings_named(), OTHER):
+                space = await store.create_namespace(settings)
+                for context in CONTEXTS:
+                    await put(store, space, context, b"v" * 16)
+
+    asyncio.run(fill())
+    return place
+
+
 @pytest.fixture
-async def data_dir(tmp_path: Path) -> Path:
-    async with Store(config(tmp_path / "d", dram_bytes=16 << 20, ssd_bytes=8 << 20)) as store:
-        for settings in (settings_named(), OTHER):
-            space = await store.create_namespace(settings)
-            for context in CONTEXTS:
-                await put(store, space, context, b"v" * 16)
-    return tmp_path / "d"
+def data_dir(tmp_path: Path, filled: Path) -> Path:
+    return Path(shutil.copytree(filled, tmp_path / "d"))
 
 
 @asynccontextmanager

@@ -19,6 +19,8 @@ from tests.store.test_store import OWNER, SPEC, Prefix, config, put, settings_na
 _HASH = 16
 FLAT = KVSpec(SPEC.page_tokens, (Component("full", 1, 1, 16, "u8", planes=1),), hash_bytes=_HASH, flat=True)
 LABELS = np.random.default_rng(5).bytes(6000 * _HASH)
+_AT_ONCE = 200
+"""Pages in a put."""
 _FLOOD = 24
 """Uses in a turn of the loop: more than are told of in one."""
 
@@ -135,9 +137,9 @@ async def _flat(store: Store, pages: int) -> Space:
     """A flat namespace with pages of no more than a blob in all."""
     space = await store.create_namespace(NamespaceSettings("default", "flat", "m", FLAT, retention_s=0))
     part = FLAT.whole(0)
-    for page in range(pages):
-        label = LABELS[page * _HASH : (page + 1) * _HASH]
-        under_way = await store.begin_put(OWNER, space, PutRequest(page.to_bytes(16, "little"), label, {}, 0, (part,), Ack.MEMORY))
+    for first in range(0, pages, _AT_ONCE):
+        labels = LABELS[first * _HASH : min(first + _AT_ONCE, pages) * _HASH]
+        under_way = await store.begin_put(OWNER, space, PutRequest(first.to_bytes(16, "little"), labels, {}, 0, (part,), Ack.MEMORY))
         data = bytes(FLAT.part_bytes(part))
         for cell, number in under_way.wanted_cells():
             view, _ = under_way.locate(cell, number, 0, len(data), 1)

@@ -254,6 +254,29 @@ async def test_a_broken_tree_is_found_while_serving(tmp_path: Path) -> None:
         space.blobs.pages[0] -= 1
 
 
+async def test_blobs_that_no_page_needs_are_found_while_serving(tmp_path: Path) -> None:
+    async with Store(config(tmp_path)) as store:
+        space = await store.create_namespace(settings_named())
+        await put(store, space, (1, 2), b"v" * 16)
+        [row, *others] = space.rows_of(int(space.tree.path_slots(space.tree.match(tokens_of((1, 2))))[1]))
+        for one in (row, *others):
+            space.pin(one)
+        await store.prefixes.delete(space, tokens_of((1, 2)), {}, 1)
+        assert (await running(store)).clean, "who has them in use keeps them"
+        space.blobs.pins[row] -= 1
+        [damage] = (await running(store)).damage
+        assert (damage.kind, "1 blob is kept" in damage.what) == ("tree", True)
+        assert f"{space.slot_bytes(int(space.blobs.slot[row]))} bytes of DRAM" in damage.what
+        space.settle(row)
+        space.blobs.pages[others[0]] += 1
+        [damage] = (await running(store)).damage
+        assert "counts other pages" in damage.what, "no page needs it at all"
+        space.blobs.pages[others[0]] -= 1
+        for one in others:
+            space.unpin(one)
+        assert (await running(store)).clean
+
+
 async def test_a_check_ends_when_the_daemon_stops_or_nobody_listens(tmp_path: Path) -> None:
     await fill(tmp_path)
     async with Store(config(tmp_path, ssd_bytes=SSD)) as store:

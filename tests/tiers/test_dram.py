@@ -1,13 +1,12 @@
 """The arena: memfd segments cut into slots, within a strict budget."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.segments import SlotClass, close_segments, make_segment
 from kvstore.tiers.sharing import NOWHERE, RETIRED, STATE
+from tests.descriptors import descriptors
 
 
 def fill(arena: Arena, slot_class: SlotClass, most: int = 10_000) -> list[int]:
@@ -25,10 +24,6 @@ def fill(arena: Arena, slot_class: SlotClass, most: int = 10_000) -> list[int]:
     return found
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_slots_are_apart_and_within_the_budget() -> None:
     before = descriptors()
     arena = Arena(1 << 20, segment_bytes=1 << 18)
@@ -43,7 +38,7 @@ def test_slots_are_apart_and_within_the_budget() -> None:
         arena.free(slot)
     assert arena.usage().used == 0
     arena.close()
-    assert descriptors() <= before  # what earlier tests left to the garbage collector may go meanwhile
+    assert descriptors() <= before
 
 
 def test_the_fronts_of_slots_are_theirs_whatever_segments_they_lie_in() -> None:

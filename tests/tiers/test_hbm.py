@@ -9,6 +9,7 @@ import pytest
 from kvstore.errors import BadRequest, Busy, Cancelled, Corrupt, DeadlineExceeded, NoSpace, NotFound
 from kvstore.tiers.hbm import Arrived, DeviceConfig, Fill, Hbm, HostPool, PageSet, State
 from tests.tiers.simulated_clock import SimulatedClock
+from tests.waiting import until
 
 DEVICE = DeviceConfig(capacity=64 << 10, bandwidth=1024.0, latency_s=0.5)
 KIB = 1 << 10
@@ -305,9 +306,10 @@ async def test_a_release_at_any_moment_leaves_nothing(steps: int) -> None:
 
 async def test_a_cancelled_release_is_finished_all_the_same() -> None:
     tier, _ = hbm()
-    stopping = asyncio.Event()
+    begun, stopping = asyncio.Event(), asyncio.Event()
 
     async def fill(views: list[memoryview], arrived: Arrived) -> None:
+        begun.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -315,15 +317,14 @@ async def test_a_cancelled_release_is_finished_all_the_same() -> None:
             views[0][:] = b"z" * KIB
 
     page_set = tier.prefetch([KIB], fill)
-    await asyncio.sleep(0.01)
+    await begun.wait()
     releasing = asyncio.create_task(page_set.release())
     await asyncio.sleep(0)
     releasing.cancel()
     await asyncio.sleep(0.01)
     assert used(tier) == KIB
     stopping.set()
-    await asyncio.sleep(0.01)
-    assert used(tier) == 0
+    await until(lambda: used(tier) == 0)
 
 
 def failing(error: Exception) -> Fill:

@@ -12,7 +12,7 @@ from kvstore.radix.pages import GHOST, RECIPE, Slots
 from kvstore.store.puts.pending import Pending, overlap, whole_components
 from kvstore.store.space import Space
 from kvstore.store.store import Store
-from kvstore.tiers.blobs import NO_SLOT
+from kvstore.tiers.blobs import NO_SLOT, BlobTable
 
 
 def check(store: Store) -> None:
@@ -69,11 +69,19 @@ def check_counts(space: Space) -> None:
     durable_pages = np.bincount(parts.blob[named], minlength=blobs.slots.high)
     assert len(live) == tree.page_count, "page count and page slots differ"
     assert len(live) + tree.ghost_count == len(tree.pages.key_index), "the key index holds other pages than the tree"
-    assert (blobs.pages[rows] == pages[rows]).all(), "a blob counts other pages than need it"
+    counted = rows if space.loading else slice(blobs.slots.high)  # pages that are still to come count already
+    assert (blobs.pages[counted] == pages[counted]).all(), "a blob counts other pages than need it"
     # A record that is to be written anew still counts for the blobs that it names.
     assert (blobs.durable_pages[rows] >= durable_pages[rows]).all(), "a blob counts fewer durable pages than need it"
     assert ((blobs.slot[rows] != NO_SLOT) | blobs.on_ssd[rows]).all(), "a blob is in no tier"
     assert (blobs.on_ssd[rows] | (durable_pages[rows] == 0)).all(), "a durable page's blob is not on SSD"
+
+
+def unneeded(blobs: BlobTable, first: int, last: int) -> npt.NDArray[np.int64]:
+    """Those of these rows whose blob is in a tier though no page needs it, and nobody uses it. None, between any two changes."""
+    part = slice(first, last)
+    kept = (blobs.slot[part] != NO_SLOT) | blobs.on_ssd[part]
+    return first + np.flatnonzero(kept & (blobs.pages[part] == 0) & (blobs.pins[part] == 0))
 
 
 def check_blobs(space: Space, pending: Sequence[Pending] = ()) -> int:

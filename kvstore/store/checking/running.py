@@ -15,8 +15,8 @@ import numpy as np
 from kvstore.errors import Cancelled, NotFound
 from kvstore.radix.check import check_links, check_place, check_run, is_node
 from kvstore.radix.pages import RECIPE
-from kvstore.radix.structure import ROOT
-from kvstore.store.checking.check import check_counts
+from kvstore.radix.tables import ROOT
+from kvstore.store.checking.check import check_counts, unneeded
 from kvstore.store.checking.verify import CheckProgress, CheckReport, NamespaceChecked, check_recipes, needed_by, note_losses
 from kvstore.store.dram.reading import Held
 from kvstore.store.space import Space
@@ -33,6 +33,7 @@ _BATCH_BLOBS = 16
 _LINKED = 256
 """The children of a node are looked at together up to so many; beyond, each only at its own turn."""
 _FLAGGED = 2048
+_ROWS = 16_384
 _COUNTED_PAGES = 50_000
 """Counts are compared in one go, which takes milliseconds up to here; beyond, it is left to a check of the stopped store."""
 _TELL_S = 0.2
@@ -109,6 +110,7 @@ class _Check:
         """Look at every node that is there when its turn comes."""
         try:
             await self._walk(space)
+            await self._rows(space)
             if space.tree.page_count <= _COUNTED_PAGES:
                 check_counts(space)
             else:
@@ -136,6 +138,24 @@ class _Check:
                 await asyncio.sleep(0)
                 self._go_on()
                 slice_end = time.perf_counter() + _SLICE_S
+
+    async def _rows(self, space: Space) -> None:
+        """See whether blobs are kept that no page needs: their room is lost until the next start."""
+        blobs, first, count, in_dram, on_ssd = space.blobs, 0, 0, 0, 0
+        while first < blobs.slots.high and not space.dropped:
+            rows = unneeded(blobs, first, min(first + _ROWS, blobs.slots.high))
+            slots = blobs.slot[rows]
+            count += len(rows)
+            in_dram += sum(map(space.slot_bytes, slots[slots != NO_SLOT].tolist()))
+            on_ssd += sum(map(space.stored_bytes, rows[blobs.on_ssd[rows]].tolist()))
+            first += _ROWS
+            await asyncio.sleep(0)
+            self._go_on()
+        if count and not space.dropped:
+            kept = f"{count} blob{'s are' if count > 1 else ' is'} kept, and no page needs {'them' if count > 1 else 'it'}"
+            self.report.add(
+                "tree", space.id, f"{kept} ({in_dram} bytes of DRAM, {on_ssd} on SSD): restart the daemon to have the room back"
+            )
 
     async def recipes(self, space: Space, checked: NamespaceChecked) -> None:
         """Verify every recipe."""

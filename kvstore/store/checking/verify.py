@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from kvstore.radix.pages import GHOST, Slots
-from kvstore.radix.structure import ROOT
+from kvstore.radix.tables import ROOT
 from kvstore.store.space import Space
 from kvstore.tiers.text import RecipeFile
 

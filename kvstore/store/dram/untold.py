@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvstore.hints import Hints
 from kvstore.radix.pages import GHOST, Slots
-from kvstore.radix.structure import ROOT
+from kvstore.radix.tables import ROOT
 from kvstore.store.space import Space
 
 A_USE = 1024

@@ -17,10 +17,9 @@ from kvstore.digests import KEY_BYTES
 from kvstore.errors import KVStoreError
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import PartRange
-from kvstore.radix.components import Masks
-from kvstore.radix.pages import Slots
 from kvstore.radix.values import NewPages
-from kvstore.store.puts.pending import Pending, whole_components
+from kvstore.store.puts.bringing_in import bring_in, is_whole, let_go
+from kvstore.store.puts.pending import Pending
 from kvstore.store.space import Space
 
 _log = logging.getLogger("kvstore.store")
@@ -167,7 +166,7 @@ class Assemblies:
         """Whether pages of these parts, all of them here, wait for nothing: they are whole, nothing else is pending of their computation,
         and the page before them (the key `parent`) is in the tree. Not for flat namespaces.
         """
-        if (space.number, put_id, b"") in self._by_id or not _whole(space, ranges):
+        if (space.number, put_id, b"") in self._by_id or not is_whole(space, ranges):
             return False
         return parent == space.tree.root_key or space.tree.pages.find_key(parent) >= 0
 
@@ -198,7 +197,7 @@ class Assemblies:
         some, every = (pending.rows >= 0).any(axis=1), (pending.rows >= 0).all(axis=1)
         names = [_name(space, put_id, pending.key(page)) for page in range(len(existed))]
         waiting = np.array([name in self._by_id for name in names], np.bool_)
-        simple = every & ~existed & ~waiting & _whole(space, pending.ranges)
+        simple = every & ~existed & ~waiting & is_whole(space, pending.ranges)
         others = np.flatnonzero((some | waiting) & ~simple).tolist()
         apart = [pending.alone(page) for page in others]  # before any row is let go
         if simple.any():
@@ -207,7 +206,7 @@ class Assemblies:
                 space.insert_alone(mine.labels, mine.extras, NewPages(mine.keys, put_id, mine.rows, mine.ranges))
             except BaseException:
                 for one in apart:
-                    _let_go(space, one, slice(None), one.rows >= 0)
+                    let_go(space, one, slice(None), one.rows >= 0)
                 raise
             finally:
                 for row in pending.rows[simple].ravel().tolist():
@@ -265,7 +264,7 @@ class Assemblies:
     def _advance_one(self, assembly: Assembly) -> list[tuple[Assembly, bytes]]:
         went_on: list[tuple[Assembly, bytes]] = []
         for pending in sorted(assembly.pending, key=lambda p: p.first):
-            if (last := _bring_in(assembly, pending)) is not None:
+            if (last := bring_in(assembly.space, assembly.put_id, pending)) is not None:
                 went_on.append((assembly, last))
             if not (pending.rows >= 0).any():
                 assembly.pending.remove(pending)
@@ -291,7 +290,7 @@ class Assemblies:
         self._remove(assembly)
         for pending in assembly.pending:
             self.pages -= len(pending.rows)
-            _let_go(assembly.space, pending, slice(None), pending.rows >= 0)
+            let_go(assembly.space, pending, slice(None), pending.rows >= 0)
 
     def drop_all(self) -> None:
         """Give up everything."""
@@ -345,81 +344,3 @@ class Assemblies:
                 continue
             if assembly is not None:
                 self.drop(assembly)
-
-
-def _whole(space: Space, ranges: tuple[PartRange, ...]) -> bool:
-    """Whether a page of these parts is whole, and nothing of it is of a component that is not."""
-    whole, required = whole_components(space.spec, ranges), space.tree.rules.required
-    return whole & required == required and all(whole >> part.component & 1 for part in ranges)
-
-
-def _bring_in(assembly: Assembly, pending: Pending) -> bytes | None:
-    """Insert the whole pages at the front, and give pages that exist what they lack. Returns the key of the last page that gained."""
-    space = assembly.space
-    tree, rules = space.tree, space.tree.rules
-    masks = pending.masks(space.spec)
-    slots = _existing(space, pending)
-    existing = len(slots)
-    gained = _fill_in(space, pending, slots, masks)
-    whole = (masks[existing:] & rules.required) == rules.required
-    count = len(whole) if whole.all() else int(whole.argmin())
-    parent = pending.key(pending.first + existing - 1)
-    at = tree.pages.find_key(parent)
-    pending.waits = bool(count) and at < 0 and parent != tree.root_key
-    if count and not pending.waits:
-        run = slice(existing, existing + count)
-        here = _of_whole_components(pending, masks)[run]
-        first = pending.first + existing
-        width = tree.pages.token_bytes
-        extras = pending.extras_of(first, count)
-        rows = np.where(here, pending.rows[run], np.int32(-1))
-        keys = pending.keys[run.start * KEY_BYTES : run.stop * KEY_BYTES]
-        space.insert(
-            parent, pending.labels[run.start * width : run.stop * width], extras, NewPages(keys, assembly.put_id, rows, pending.ranges)
-        )
-        _let_go(space, pending, run, here)
-        gained = pending.key(first + count - 1)
-    return gained
-
-
-def _existing(space: Space, pending: Pending) -> Slots:
-    """The slots of those pages at the front that are in the tree."""
-    slots: list[int] = []
-    for page in range(pending.first, pending.end):
-        slot = space.tree.pages.find_key(pending.key(page))
-        if slot < 0:
-            break
-        slots.append(slot)
-    return np.array(slots, np.int32)
-
-
-def _fill_in(space: Space, pending: Pending, slots: Slots, masks: Masks) -> bytes | None:
-    """Give pages that exist the optional components that they lack. First commit wins: of what they have nothing is taken."""
-    if not len(slots):
-        return None
-    run, tree = slice(0, len(slots)), space.tree
-    has = tree.pages.components[slots]
-    component_bits = np.array([1 << r.component for r in pending.ranges], np.uint16)
-    here = pending.rows[run] >= 0
-    wanted = _of_whole_components(pending, masks)[run] & ((has[:, np.newaxis] & component_bits) == 0)
-    if wanted.any():
-        rows = np.where(wanted, pending.rows[run], np.int32(-1))
-        space.add_parts(slots, rows, pending.ranges)
-    _let_go(space, pending, run, here & (wanted | ((has[:, np.newaxis] & component_bits) != 0)))
-    gained = np.flatnonzero(wanted.any(axis=1))
-    return pending.key(pending.first + int(gained[-1])) if len(gained) else None
-
-
-def _of_whole_components(pending: Pending, masks: Masks) -> npt.NDArray[np.bool_]:
-    """Which rows (pages, parts) are here and belong to a component that is whole on its page."""
-    bits = np.array([1 << r.component for r in pending.ranges], np.uint16)
-    return np.asarray((pending.rows >= 0) & ((masks[:, np.newaxis] & bits) != 0))
-
-
-def _let_go(space: Space, pending: Pending, run: slice, which: npt.NDArray[np.bool_]) -> None:
-    """Unpin some rows: they are in the tree now, or not needed."""
-    rows = pending.rows[run]
-    gone = rows[which].tolist()
-    rows[which] = -1
-    for row in gone:
-        space.unpin(row)

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 from kvstore_client import Client
-from kvstore_connectors.vllm_tier import KVStoreTier, chunk_spec
+from kvstore_connectors.vllm_tier import KVStoreTier
 from kvstore_workers.daemon_process import DaemonProcess
 
 CHUNK, CHUNKS = 3 * 65536, 6
@@ -128,11 +128,6 @@ def test_other_weights_share_nothing(daemon: DaemonProcess, tiers: Tiers) -> Non
     other.manager.on_new_request(asked)
     assert other.looked_up(KEYS[0], asked) is LookupResult.MISS
     other.close()
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, 3 * 65536, 2_949_120, 500_000_000])
-def test_chunks_of_any_size_are_pages(nbytes: int) -> None:
-    assert chunk_spec(nbytes).page_bytes == nbytes
 
 
 def test_a_tier_without_a_revision_is_refused(daemon: DaemonProcess) -> None:

@@ -1,0 +1,154 @@
+"""What a daemon is told about prefixes, or about the pages of a flat namespace: bring them up, keep them, give them up, delete them."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvstore.api.wire import BadRequest, FrameType, Hints, KVSpec, KVStoreError, NotFound, Unsupported
+from kvstore.api.wire.messages import Affected, Empty, Pinned, Prefetched, Prefix
+from kvstore_client.arguments import FLAG, checked
+from kvstore_client.lists import HowFar, Piece, pieces
+from kvstore_client.times import milliseconds
+from kvstore_client.tokens import Extras, Tokens, token_view
+
+if TYPE_CHECKING:
+    from kvstore_client.client import AsyncClient
+
+_UNPIN_S = 5.0
+
+
+class PrefixCalls:
+    """The part of a namespace that tells about prefixes.
+
+    Of a flat namespace a call takes a list of any length. It goes in pieces of 256 pages, one after the other, within one deadline.
+    The first that fails ends the call: its error's `done_pages` says that the pages before that one are done, and none after it.
+    """
+
+    client: "AsyncClient"
+    id: str
+    spec: KVSpec
+
+    @checked(rebuild=FLAG)
+    async def prefetch(
+        self, tokens: Tokens, *, pages: tuple[int, int] | None = None, extras: Extras | None = None, rebuild: bool = False,
+        within_s: float = 0.0, timeout: float | None = None,
+    ) -> int:  # fmt: skip
+        """Bring the pages [first, last) of the longest usable prefix (all of it, if not given) into the daemon's DRAM.
+
+        Of a flat namespace it is what is there of these pages of a list. Returns the blobs that were brought up. Stops early,
+        without an error, where DRAM has no room; of more than it holds, the last that came stay. `rebuild` has what is gone computed
+        again ahead of need, if there is a worker for it, and it is likely to be there `within_s` (0: at any time).
+        """
+        first, last = pages or (0, -1)
+        within_ms, blobs = milliseconds("within_s", within_s), 0
+        with HowFar() as far:
+            async with self.client.deadline(timeout):
+                for piece in far.through(pieces(self.spec, token_view(tokens, self.spec), extras, first, last)):
+                    message = self._prefix(piece)
+                    message.rebuild, message.within_ms = rebuild, within_ms
+                    done, _ = await self.client.ask(FrameType.PREFETCH, message, Prefetched, piece.payload)
+                    blobs += done.blobs
+        return blobs
+
+    @checked()
+    async def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:
+        """Keep the longest usable prefix from being evicted for `ttl_s` seconds, even after this client is gone.
+
+        Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it. Of a flat namespace it pins what is there of
+        a list, or, in an error, nothing of it.
+        """
+        ttl_ms = milliseconds("ttl_s", ttl_s)
+        with HowFar(undone="nothing of it stays pinned") as far:
+            async with self.client.deadline(timeout):
+                cut = pieces(self.spec, token_view(tokens, self.spec), extras)
+                pin = await self._pin_all(far, cut, ttl_ms)
+        return pin.pin, pin.pages
+
+    async def _pin_all(self, far: HowFar, cut: Sequence[Piece], ttl_ms: int) -> Pinned:
+        """Make a pin of the first piece of which something is there, and add the others to it."""
+        pin, nothing = Pinned(namespace=self.id, pin=0), None
+        try:
+            for piece in far.through(cut):
+                message = self._prefix(piece)
+                message.ttl_ms, message.pin = ttl_ms, pin.pin
+                try:
+                    found, _ = await self.client.ask(FrameType.PIN, message, Pinned, piece.payload)
+                except NotFound as error:
+                    if pin.pin:
+                        raise
+                    nothing = error
+                    continue
+                if pin.pin not in (0, found.pin):
+                    await self._give_up(found.pin)
+                    raise Unsupported("this daemon is too old to pin more than 256 pages of a flat namespace at once: upgrade it")
+                pin = found
+        except BaseException as error:
+            if pin.pin:
+                await self._give_up(pin.pin, error)
+            raise
+        if nothing is not None and not pin.pin:
+            raise nothing
+        return pin
+
+    async def _give_up(self, pin: int, why: BaseException | None = None) -> None:
+        """End a pin that nobody will know of. Who was cancelled, or is out of time, does not wait for it: the pool does at its end."""
+        task = asyncio.create_task(self._unpin_soon(pin), name="kvstore-client-unpin")
+        self.client.pool.adopt(task)
+        if not isinstance(why, asyncio.CancelledError):
+            await asyncio.shield(task)
+
+    async def _unpin_soon(self, pin: int) -> None:
+        with suppress(KVStoreError, TimeoutError):  # then it ends by its time
+            async with asyncio.timeout(_UNPIN_S):
+                connection = await self.client.pool.for_requests()
+                await connection.call(FrameType.UNPIN, Pinned(namespace=self.id, pin=pin), Empty)
+
+    @checked()
+    async def unpin(self, pin: int, timeout: float | None = None) -> None:
+        """End a pin. Raises NotFound if it is over."""
+        await self.client.call(FrameType.UNPIN, Pinned(pin=pin, pages=0, namespace=self.id), Empty, timeout=timeout)
+
+    @checked()
+    async def abandon(
+        self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
+        timeout: float | None = None,
+    ) -> int:  # fmt: skip
+        """Say that a context will not be used again from a page, or a token, on: its own pages are the first to go, shared ones stay.
+
+        Returns the pages that it concerns. Of a flat namespace it is a list of pages.
+        """
+        return await self._affect(FrameType.ABANDON, tokens, extras, self.spec.first_page(from_page, from_token), timeout)
+
+    @checked()
+    async def abandon_session(self, session: str | bytes, timeout: float | None = None) -> int:
+        """Say that a session, as named in hints, is over: what it used last, and nobody else, is the first to go. Returns the pages."""
+        message = Prefix(namespace=self.id, session=Hints(session).session_id)
+        if not message.session:
+            raise BadRequest("the session has no id")
+        done, _ = await self.client.call(FrameType.ABANDON, message, Affected, timeout=timeout)
+        return int(done.pages)
+
+    @checked()
+    async def delete(
+        self, tokens: Tokens, *, from_page: int = 0, from_token: int | None = None, extras: Extras | None = None,
+        timeout: float | None = None,
+    ) -> int:  # fmt: skip
+        """Delete a prefix from a page, or a token, on, with everything below it, on every tier; durable when this returns.
+
+        Returns the pages deleted. Raises Conflict if any of it is leased or pinned. Of a flat namespace it is a list of pages: of 256
+        that go together all are deleted or none, and `from_page=error.done_pages` goes on with those that are left.
+        """
+        return await self._affect(FrameType.DELETE, tokens, extras, self.spec.first_page(from_page, from_token), timeout)
+
+    async def _affect(self, kind: FrameType, tokens: Tokens, extras: Extras | None, first: int, timeout: float | None) -> int:
+        affected = 0
+        with HowFar() as far:
+            async with self.client.deadline(timeout):
+                for piece in far.through(pieces(self.spec, token_view(tokens, self.spec), extras, first)):
+                    done, _ = await self.client.ask(kind, self._prefix(piece), Affected, piece.payload)
+                    affected += done.pages
+        return affected
+
+    def _prefix(self, piece: Piece) -> Prefix:
+        return Prefix(namespace=self.id, extra_pages=piece.extra_pages, first_page=piece.first_page, last_page=piece.last_page)
