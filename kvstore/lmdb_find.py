@@ -31,10 +31,15 @@ class Place(NamedTuple):
     nbytes: int
 
 
-def find_values(fd: int, transaction: int, prefix: bytes, page_size: int = 4096) -> list[Place]:
-    """The values of all keys that begin with `prefix`, in the order of their keys. Blocking. Raises Overtaken, Damaged, OSError."""
+def find_values(
+    fd: int, transaction: int, prefix: bytes, page_size: int = 4096, *, start: bytes = b"", most: int = _MOST_PAGES
+) -> list[Place]:
+    """The values of all keys that begin with `prefix`, in the order of their keys; of those from `start` on, if given, and `most` of them.
+
+    Blocking. Raises Overtaken, Damaged, OSError.
+    """
     found: list[Place] = []
-    _add_from(found, fd, _root(fd, transaction, page_size), prefix, page_size)
+    _add_from(found, fd, _root(fd, transaction, page_size), prefix, max(start, prefix), most, page_size)
     return found
 
 
@@ -48,8 +53,10 @@ def _root(fd: int, transaction: int, page_size: int) -> int:
     raise Overtaken
 
 
-def _add_from(found: list[Place], fd: int, number: int, prefix: bytes, page_size: int, depth: int = _MAX_DEPTH) -> bool:
-    """Add the values of a subtree whose keys begin with `prefix`. Returns whether there may be more behind it."""
+def _add_from(
+    found: list[Place], fd: int, number: int, prefix: bytes, start: bytes, most: int, page_size: int, depth: int = _MAX_DEPTH
+) -> bool:  # fmt: skip
+    """Add the values of a subtree whose keys begin with `prefix`, from `start` on. Returns whether more behind it are wanted."""
     if number == NO_PAGE:
         return True
     if number >= _MOST_PAGES:
@@ -59,14 +66,15 @@ def _add_from(found: list[Place], fd: int, number: int, prefix: bytes, page_size
     if not nodes or not depth:
         raise Damaged(f"page {number} is not one of a tree")
     if page_flags(page) & BRANCH:
-        first = bisect_right(nodes, prefix, 1, key=lambda at: _key(page, at)) - 1  # the first key of a branch page says nothing
+        first = bisect_right(nodes, start, 1, key=lambda at: _key(page, at)) - 1  # the first key of a branch page says nothing
         for at in nodes[first:]:
             lowest, high, upper, _ = NODE.unpack_from(page, at)
-            if not _add_from(found, fd, lowest | high << 16 | upper << 32, prefix, page_size, depth - 1):
+            if not _add_from(found, fd, lowest | high << 16 | upper << 32, prefix, start, most, page_size, depth - 1):
                 return False
         return True
     base, size, big = number * page_size, -1, struct.Struct("")
-    for at in nodes[bisect_left(nodes, prefix, key=lambda at: _key(page, at)) :]:
+    first = bisect_left(nodes, start, key=lambda at: _key(page, at))
+    for at in nodes[first : first + most - len(found)]:
         lowest, high, flags, key_bytes = NODE.unpack_from(page, at)
         at += NODE.size
         if not page.startswith(prefix, at):
@@ -82,7 +90,7 @@ def _add_from(found: list[Place], fd: int, number: int, prefix: bytes, page_size
             found.append(Place(key, run * page_size + OVERFLOW.size, lowest | high << 16))
         else:
             found.append(Place(page[at : at + key_bytes], base + at + key_bytes, lowest | high << 16))
-    return True
+    return len(found) < most
 
 
 def _key(page: bytes, at: int) -> bytes:

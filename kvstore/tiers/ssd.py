@@ -10,8 +10,10 @@ import struct
 import threading
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import lmdb
@@ -41,6 +43,8 @@ _KEY = struct.Struct(">I16sH")
 _PROBE_NUMBER = 0xFFFFFFFF
 """The namespace of what is written to see whether writing works; no namespace has it, so a rest is swept at the next start."""
 _MOST_TRIES = 100
+_KEYS_AT_ONCE = (1 << 16) + 1
+"""Looked at by one transaction: no blob has so many extents."""
 _PIECE_BYTES = 2 << 20
 """Of a blob, read and verified before they are given out: enough for the disk, little enough to be sent meanwhile."""
 
@@ -281,21 +285,40 @@ class BlobFile:
                 raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
 
     def stored_blobs(self, number: int, after: bytes = b"", limit: int = 1 << 62) -> list[tuple[bytes, int]]:
-        """The next (blob id, extents) of a namespace as the file has them, in order of id, behind the id `after`."""
-        prefix = number.to_bytes(4, "big")
+        """The next (blob id, extents) of a namespace as the file has them, in order of id, behind the id `after`. Raises lmdb.Error.
+
+        Only LMDB's index is read: a cursor of its own looks at the first page of each extent, a read of the disk each.
+        """
         found: list[tuple[bytes, int]] = []
-        with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
-            start = prefix + after + b"\xff\xff\xff" if after else prefix
-            more = cursor.set_range(start)
-            while more and len(found) < limit and cursor.key()[:4] == prefix:
-                blob, extents = cursor.key()[4:20], 0
-                while more and cursor.key()[:20] == prefix + blob:
-                    extents += 1
-                    more = cursor.next()
-                found.append((blob, extents))
-            if found:
-                check_order(prefix + found[-1][0] + b"\xff\xff\xff", start + b"\0")
-        return found
+        try:
+            with self._gate.shared():
+                while len(found) < limit and (some := self._next_blobs(number, found[-1][0] if found else after)):
+                    found += some
+        except Damaged as error:
+            raise lmdb.CorruptedError(f"the blobs of namespace {number} can't be looked through: {error}") from error
+        except OSError as error:
+            raise lmdb.DiskError(f"the blobs of namespace {number} can't be looked through: {error}") from error
+        return found[:limit]
+
+    def _next_blobs(self, number: int, after: bytes) -> list[tuple[bytes, int]]:
+        """Some of the next blobs and their extents; none if there are none."""
+        prefix = number.to_bytes(4, "big")
+        start = prefix + after + b"\xff\xff\xff" if after else prefix
+        for _ in range(_MOST_TRIES):
+            with self._env.begin() as txn:
+                try:
+                    places = find_values(self._file.fd, txn.id(), prefix, self._page_bytes, start=start, most=_KEYS_AT_ONCE)
+                    break
+                except Overtaken:  # there were two commits since it began
+                    continue
+        else:
+            raise Damaged(f"{_MOST_TRIES} times the file was written to twice while it was begun")
+        extents = Counter(place.key[4:20] for place in places)
+        for before, blob in pairwise([after, *extents]):
+            check_order(blob, before + b"\0")
+        if len(places) == _KEYS_AT_ONCE:
+            extents.popitem()  # the rest of it may be still to come
+        return list(extents.items())
 
     def namespace_numbers(self) -> list[int]:
         """The namespace numbers that have extents in the file."""

@@ -139,3 +139,42 @@ def test_the_whole_table_counts() -> None:
     verify_stored(blob, LAYOUT, data)
     with pytest.raises(Corrupt):
         verify_stored(make(2)[0], LAYOUT, data)
+
+
+def test_blobs_are_listed_in_order_in_parts_and_whole(blob_file: BlobFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sorted((make(i) for i in range(30)), key=lambda m: m[0])
+    blob_file.commit(BlobBatch(put=[(number, *m) for m in made for number in (1, 2)]))
+    expected = [(blob, -(-len(data) // blob_file.extent_bytes)) for blob, data in made]
+    assert blob_file.stored_blobs(1) == expected
+    monkeypatch.setattr("kvstore.tiers.ssd._KEYS_AT_ONCE", 1 + max(extents for _, extents in expected))
+    assert blob_file.stored_blobs(1) == expected
+    assert blob_file.stored_blobs(2, expected[6][0], 9) == expected[7:16]
+    assert blob_file.stored_blobs(1, expected[-1][0]) == []
+    assert blob_file.stored_blobs(3) == []
+
+
+def test_a_list_of_blobs_reads_none_of_them(tmp_path: Path) -> None:
+    """They would be read from the disk, a page of each extent at a time."""
+    path = tmp_path / "large"
+    blob_file = BlobFile(path, 64 << 20)
+    data = memoryview(bytes(16 << 20))
+    blob_file.commit(BlobBatch(put=[(1, bytes([n]) * 16, data) for n in range(3)]))
+    blob_file.close()
+    reading = BlobFile.readonly(path)
+    try:
+        before = resident_map_bytes(path)
+        assert len(reading.stored_blobs(1)) == 3
+        assert resident_map_bytes(path) - before < 64 << 10
+    finally:
+        reading.close()
+
+
+def resident_map_bytes(path: Path) -> int:
+    """Of the maps that this process has of files in a folder."""
+    found, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            mine = str(path) in line
+        elif mine and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
