@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -256,25 +255,3 @@ async def test_several_pages_are_pinned_abandoned_and_deleted(tmp_path: Path) ->
         shutil.copytree(tmp_path / "d", tmp_path / "killed")
     async with Store(config(tmp_path / "killed")) as store:
         assert there(store, store.space("default", "flat"), pages_of(1, 2, 3, 4, 5)) == [True, True, False, True, False]
-
-
-async def test_pages_are_added_to_a_pin(tmp_path: Path) -> None:
-    async with Store(config(tmp_path / "d", pin_bytes=4 * ONE.page_bytes)) as store:
-        space, prefixes = await store.create_namespace(settings_of(ONE)), store.prefixes
-        await put_pages(store, space, pages_of(1, 2, 3, 4, 5))
-        pin = prefixes.pin(space, *labels(pages_of(1)), 5)
-        expires = pin.expires
-        assert prefixes.pin(space, *labels(pages_of(2, 9, 3)), 60, pin.id) is pin
-        assert prefixes.pin(space, *labels(pages_of(9)), 60, pin.id).pages == 3, "nothing of it is there, and nothing is added"
-        assert pin.expires > expires + 50
-        check(store)
-        with pytest.raises(Busy, match="over the limit"):
-            prefixes.pin(space, *labels(pages_of(4, 5)), 60, pin.id)
-        assert await prefixes.delete(space, *labels(pages_of(4, 5))) == 2
-        with pytest.raises(NotFound, match="does not exist"):
-            prefixes.pin(space, *labels(pages_of(1)), 60, pin.id + 1)
-        with pytest.raises(NotFound, match="does not exist"):
-            prefixes.pin(await store.create_namespace(replace(settings_of(TWO), name="other")), *labels(pages_of(1)), 60, pin.id)
-        prefixes.unpin(space, pin.id)
-        check(store)
-        assert await prefixes.delete(space, *labels(pages_of(1, 2, 3))) == 3

@@ -65,33 +65,20 @@ class Leases:
         """
         self.check_time(ttl_s)
         pages = sum(path.pages for path in paths)
-        held = self._held_with(owner, pages * space.spec.page_bytes)
-        if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
-            raise Busy(f"{MAX_LEASES} {self._word}s are held already: some must be {self._ended} first", retry_after_ms=1000)
-        lease = Lease(secrets.randbits(63), owner, space, [space.tree.pin(path, slots) for path in paths], pages, now + ttl_s)
-        self._by_id[lease.id] = lease
-        self._by_owner.setdefault(owner, set()).add(lease.id)
-        self._bytes[owner] = held
-        return lease
-
-    def add(self, lease: Lease, paths: list[Path]) -> None:
-        """Let a lease hold further paths, too. Raises Busy if its owner holds too much already."""
-        pages = sum(path.pages for path in paths)
-        held = self._held_with(lease.owner, pages * lease.space.spec.page_bytes)
-        lease.boundaries += [lease.space.tree.pin(path) for path in paths]
-        lease.pages += pages
-        self._bytes[lease.owner] = held
-
-    def _held_with(self, owner: int, wanted: int) -> int:
-        """Payload bytes that an owner holds with so many more. Raises Busy if that is too much."""
-        held = self._bytes.get(owner, 0)
+        held, wanted = self._bytes.get(owner, 0), pages * space.spec.page_bytes
         if held + wanted > self._max_bytes:
             raise Busy(
                 f"{self._word}s on {held} bytes are held already, and {wanted} more would be over the limit of {self._max_bytes}: "
                 f"some must be {self._ended} first",
                 retry_after_ms=1000,
             )
-        return held + wanted
+        if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
+            raise Busy(f"{MAX_LEASES} {self._word}s are held already: some must be {self._ended} first", retry_after_ms=1000)
+        lease = Lease(secrets.randbits(63), owner, space, [space.tree.pin(path, slots) for path in paths], pages, now + ttl_s)
+        self._by_id[lease.id] = lease
+        self._by_owner.setdefault(owner, set()).add(lease.id)
+        self._bytes[owner] = held + wanted
+        return lease
 
     def get(self, owner: int, lease_id: int) -> Lease:
         """An owner's own lease; NotFound otherwise."""
