@@ -210,6 +210,36 @@ async def test_a_lost_page_ends_the_puts_that_count_on_it(tmp_path: Path) -> Non
         check(store)
 
 
+async def test_only_a_lost_page_leaves_its_leases_and_pins(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", pin_bytes=6 * ONE.page_bytes)) as store:
+        space, prefixes = await store.create_namespace(settings_of(ONE)), store.prefixes
+        await put_pages(store, space, pages_of(1, 2, 3, 4))
+        pin, alone = prefixes.pin(space, *labels(pages_of(1, 2, 3, 2, 4)), 60), prefixes.pin(space, *labels(pages_of(2)), 60)
+        wanted = labels(pages_of(2, 3, 1))
+        front, holes = (store.match(space, *wanted, owner=1, lease_s=60, parts=True, holes=holes).lease for holes in (False, True))
+        assert front is not None
+        assert holes is not None
+        space.lose_blob(space.rows_of(space.tree.pages.find_key(key_of(space, Page(2))))[0])
+        check(store)
+        assert (pin.pages, front.pages, holes.pages) == (3, 2, 2)
+        with pytest.raises(NotFound):
+            prefixes.unpin(space, alone.id)
+        more = prefixes.pin(space, *labels(pages_of(1, 3, 4)), 60)
+        with pytest.raises(Busy, match="over the limit"):
+            prefixes.pin(space, *labels(pages_of(1)), 60)
+        prefixes.unpin(space, more.id)
+        for number in (1, 3, 4):
+            with pytest.raises(Conflict):
+                await prefixes.delete(space, *labels(pages_of(number)))
+        prefixes.unpin(space, pin.id)
+        with pytest.raises(Conflict):
+            await prefixes.delete(space, *labels(pages_of(3)))
+        for lease in (front, holes):
+            store.release_lease(1, lease.id)
+        check(store)
+        assert await prefixes.delete(space, *labels(pages_of(1, 3, 4))) == 3
+
+
 async def test_a_full_table_of_pages_takes_none_of_a_put(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d", max_pages=5, max_ghosts=0)) as store:
         space = await store.create_namespace(settings_of(ONE))
