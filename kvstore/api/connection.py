@@ -40,7 +40,6 @@ from kvstore.errors import (
     VersionMismatch,
 )
 from kvstore.store import Store
-from kvstore.tracebacks import forget_frames
 
 _log = logging.getLogger("kvstore.connection")
 
@@ -105,15 +104,12 @@ class Connection:
                     self._sessions.leave(self.session)
         except (ConnectionLost, TimeoutError) as error:
             _log.debug("connection closed: %s", error)
-            forget_frames(error)
         except ProtocolError as error:
             _log.warning("connection closed: %s", error.message)
-            forget_frames(error)
             await self._outbox.last_words(error)
-        except asyncio.CancelledError as error:
+        except asyncio.CancelledError:
             if self._over is None:
                 raise
-            forget_frames(error)
             await self._outbox.last_words(self._over)
 
     def expel(self, task: "asyncio.Task[None]") -> None:
@@ -168,7 +164,6 @@ class Connection:
         return True
 
     async def _frames(self) -> None:
-        why: KVStoreError | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 try:
@@ -182,11 +177,8 @@ class Connection:
                 finally:
                     self._tasks.stop()
         except* (ConnectionLost, TimeoutError, ProtocolError) as ended:  # all in one: two raised here would be a group again
-            broken = (error for error in ended.exceptions if isinstance(error, ProtocolError))
-            why = next(broken, None) or ConnectionLost(str(ended.exceptions[0]))
-            forget_frames(ended)
-        if why is not None:
-            raise why  # not above: it would have the group as its context, and the group has it
+            broken = [error for error in ended.exceptions if isinstance(error, ProtocolError)]
+            raise broken[0] if broken else ConnectionLost(str(ended.exceptions[0])) from None
 
     async def _next_frame(self) -> tuple[Header, bytes, bytes] | None:
         if not await self.channel.wait_readable():

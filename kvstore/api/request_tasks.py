@@ -59,8 +59,11 @@ class RequestTasks:
             await work()
             self._stats.answered(header.type.name, running.since_ns)
         except asyncio.CancelledError:
-            if not _asked_for(running):
-                raise  # the connection ends: what is not answered the client asks for again
+            task = asyncio.current_task()
+            assert task is not None
+            if task.cancelling() and not running.cancelled:
+                raise  # the connection ends, and nobody asked for that: what is not answered the client asks for again
+            task.uncancel()
             await self._outbox.error(header.request, Cancelled("the request was cancelled"))
         except KVStoreError as error:
             fatal_if_protocol(error)
@@ -70,7 +73,6 @@ class RequestTasks:
             await self._outbox.error(header.request, KVStoreError("the daemon failed at this request; its log says how"))
         finally:
             self.under_way.pop(header.request, None)
-            running.task = None  # or its error, its frames and it would hold each other
             self._slots.release()
 
     def cancel(self, request: int) -> None:
@@ -102,16 +104,6 @@ class RequestTasks:
         for running in self.under_way.values():
             if running.task is not None:
                 running.task.cancel()
-
-
-def _asked_for(running: UnderWay) -> bool:
-    """Whether somebody has asked this task to stop what it does, and not to end; then it goes on."""
-    task = asyncio.current_task()
-    assert task is not None
-    if task.cancelling() and not running.cancelled:
-        return False
-    task.uncancel()
-    return True
 
 
 def fatal_if_protocol(error: KVStoreError) -> None:

@@ -68,7 +68,6 @@ class Incoming:
             pass
         except BaseException as error:  # noqa: BLE001 - it is the waiting task's
             done.set_exception(error)
-            del done  # the error's traceback has this frame: they would hold each other
 
     def close(self) -> None:
         """End what is waited for. Before the socket is closed."""

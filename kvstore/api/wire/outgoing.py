@@ -73,4 +73,3 @@ def _go_on(done: "asyncio.Future[None]", write: Callable[[], bool]) -> None:
             done.set_result(None)
     except BaseException as error:  # noqa: BLE001 - it is the waiting task's
         done.set_exception(error)
-        del done  # the error's traceback has this frame: they would hold each other

@@ -202,7 +202,7 @@ def each_prefix(space: Space, tokens: bytes, extras: Extras) -> list[tuple[bytes
     if not space.spec.flat or pages <= 1:
         return [(tokens, extras)]
     if pages > MAX_FLAT_NAMED:
-        raise BadRequest(f"{pages} pages of a flat namespace at once: give at most {MAX_FLAT_NAMED}")
+        raise BadRequest(f"{pages} pages of a flat namespace at once: give at most {MAX_FLAT_NAMED}, and the others in further calls")
     return [(tokens[p * width : (p + 1) * width], {0: extras[p]} if p in extras else {}) for p in range(pages)]
 
 
