@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.api.wire import BadRequest, ConnectionLost, DeadlineExceeded, FrameType, KVSpec, KVStoreError
+from kvstore.api.wire import BadRequest, Busy, ConnectionLost, DeadlineExceeded, FrameType, KVSpec, KVStoreError
 from kvstore.api.wire.messages import (
     CreateNamespace,
     Empty,
@@ -68,8 +68,14 @@ class Deadline:
                 error = over
         if isinstance(error, TimeoutError):
             why = blamed(error)
-            said = f": {why.code}: {why.message}" if why is not None else ""
-            raise DeadlineExceeded(f"no answer from {self._client.pool.endpoint} within {self._seconds:g} s{said}") from why
+            raise DeadlineExceeded(_over(self._client.pool.endpoint, self._seconds, why)) from why
+
+
+def _over(endpoint: str, seconds: float, why: KVStoreError | None) -> str:
+    """What is said at the end of a deadline: a busy daemon has answered."""
+    if isinstance(why, Busy):
+        return f"the daemon at {endpoint} was still busy after {seconds:g} s: {why.message}"
+    return f"no answer from {endpoint} within {seconds:g} s" + (f": {why.code}: {why.message}" if why is not None else "")
 
 
 class AsyncClient:

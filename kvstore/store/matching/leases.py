@@ -33,6 +33,8 @@ class Lease:
     boundaries: list[bytes]
     pages: int
     expires: float
+    shortened: bool = False
+    """Whether a page was lost, with all after it: its owner still takes it for longer, so nothing can be built on it."""
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +136,7 @@ class Leases:
         for boundary in gone:
             lease.space.tree.unpin(boundary)
         self._bytes[lease.owner] -= (lease.pages - pages) * lease.space.spec.page_bytes
-        lease.boundaries, lease.pages = kept, pages
+        lease.boundaries, lease.pages, lease.shortened = kept, pages, True
         if not kept:
             self.release(lease)
 
