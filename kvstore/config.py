@@ -4,7 +4,6 @@ import difflib
 import ipaddress
 import os
 import re
-import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,8 @@ from kvstore.api.auth import Tenants
 from kvstore.api.event_settings import DEFAULT_TOPIC, EventSettings, HashForm, check_endpoint, check_topic
 from kvstore.api.invalid import explain
 from kvstore.errors import BadRequest
-from kvstore.machine import read_memory
-from kvstore.sizes import Size
+from kvstore.machine import read_disk, read_memory
+from kvstore.sizes import MaybeSize, Size
 from kvstore.store import StoreConfig
 from kvstore.store.quotas import Quota
 from kvstore.tiers.policies.make import NAMES, SSD_LOSS
@@ -45,8 +44,8 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     data_dir: Path = Field(default_factory=default_data_dir, description="journal and blobs")
-    dram: Size = Field(0, description="DRAM tier; a quarter of the available memory if 0")
-    ssd: Size = Field(0, description="SSD tier; half of the free disk, at most 256 GiB, if 0")
+    dram: MaybeSize = Field(None, description="DRAM tier; a quarter of the available memory if not given")
+    ssd: MaybeSize = Field(None, description="SSD tier; half of the disk that is free or the store's own, at most 256 GiB, if not given")
     host: str = Field("127.0.0.1", description="address of the data plane and of HTTP")
     listen: tuple[str, ...] = Field(
         (), description="further addresses of the data plane, HOST or HOST:PORT, with commas: links that clients stripe over"
@@ -70,7 +69,7 @@ class Config(BaseModel):
     scrub_rate: Size = Field(32 << 20, ge=0, description="bytes a second that the scrubber verifies at rest; 0 turns it off")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="seconds a clean stop may spend on flushing")
     segment: Size = Field(64 << 20, ge=1 << 16, description="most bytes of a DRAM segment")
-    dram_ahead: Size | None = Field(
+    dram_ahead: MaybeSize = Field(
         None, ge=0, description="most bytes of DRAM made before they are needed; an eighth of it, at most 1 GiB, if not given"
     )
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
@@ -120,8 +119,8 @@ class Config(BaseModel):
         Watermarks(self.high_watermark, self.low_watermark)
         for name in ("dram", "ssd"):
             size = getattr(self, name)
-            if size and size < _MIN_TIER:
-                raise ValueError(f"{name} is {size} bytes, less than 1 MiB")
+            if size is not None and size < _MIN_TIER:
+                raise ValueError(f"{name} is {size} bytes: give at least 1 MiB, or leave it out for the default")
         if self.port and self.port == self.http_port:
             raise ValueError(f"port and http_port are both {self.port}: the data plane and HTTP each need a port of their own")
         if self.policy not in NAMES:
@@ -172,11 +171,9 @@ class Config(BaseModel):
 
     def store_config(self) -> StoreConfig:
         """The store's part, with sizes that were left open chosen for this machine."""
-        parent = self.data_dir
-        while not parent.exists():
-            parent = parent.parent
-        ssd_bytes = self.ssd or max(256 << 20, min(256 << 30, shutil.disk_usage(parent).free // 2))
-        dram_bytes = self.dram or max(256 << 20, read_memory().available // 4)
+        # Not of what is free alone: a store that has filled its tier would get a smaller one at each start.
+        ssd_bytes = max(256 << 20, min(256 << 30, read_disk(self.data_dir).room // 2)) if self.ssd is None else self.ssd
+        dram_bytes = max(256 << 20, read_memory().available // 4) if self.dram is None else self.dram
         return StoreConfig(
             data_dir=self.data_dir,
             dram_bytes=dram_bytes,

@@ -60,10 +60,7 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
     try:
         await web.SockSite(runner, http_socket, ssl_context=tls).start()
         _log.info("control plane on %s://%s", "http" if tls is None else "https", http_endpoint)
-        async with _recording(config) as recorder, Store(store_config, clock) as store, _events(config, store):
-            if recorder is not None:
-                recorder.stats = store.stats
-                store.uses.observers.append(recorder)
+        async with Store(store_config, clock) as store, _recording(config, store) as recorder, _events(config, store):
             listeners = _bind(config)
             endpoints += [endpoint for _, endpoint in listeners]
             data_plane = DataPlane(
@@ -120,10 +117,22 @@ async def _guard(config: Config) -> Guard:
     return guard
 
 
-def _recording(config: Config) -> contextlib.AbstractAsyncContextManager[Recorder | None]:
+@contextlib.asynccontextmanager
+async def _recording(config: Config, store: Store) -> AsyncIterator[Recorder | None]:
+    """Meanwhile, record requests, if that is wanted."""
     if config.record is None:
-        return contextlib.nullcontext()
-    return Recorder(config.record, max_bytes=config.record_max_bytes, keep=config.record_keep, with_tokens=config.record_tokens)
+        yield None
+        return
+    async with Recorder(
+        config.record, max_bytes=config.record_max_bytes, keep=config.record_keep, with_tokens=config.record_tokens,
+        stored_pages=store.figures.pages,
+    ) as recorder:  # fmt: skip
+        recorder.stats = store.stats
+        store.uses.observers.append(recorder)
+        try:
+            yield recorder
+        finally:
+            store.uses.observers.remove(recorder)
 
 
 @contextlib.asynccontextmanager

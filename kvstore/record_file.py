@@ -91,8 +91,9 @@ class RecordFile:
     the one that is there becomes number 1 of the older ones, of which `keep` stay.
     """
 
-    def __init__(self, path: Path, max_bytes: int, keep: int = 8) -> None:
+    def __init__(self, path: Path, max_bytes: int, keep: int = 8, stored_pages: int = 0) -> None:
         self._path = path
+        self._stored_pages = stored_pages
         self._max_bytes = max_bytes
         self._keep = keep
         self._packed = path.name.endswith(".gz")
@@ -111,7 +112,7 @@ class RecordFile:
         except OSError as error:
             raise BadRequest(f"can't record to {self._path}: {error.strerror}; name another file with --record") from error
         self._raw = os.fdopen(descriptor, "wb")
-        self._put(Header(started=time.time()))
+        self._put(Header(started=time.time(), stored_pages=self._stored_pages))
         self._flush()
 
     def _make_way(self) -> None:

@@ -30,13 +30,14 @@ class Recorder:
     Raises BadRequest if the file can't be opened. Uses of flat namespaces are no prefixes, and are not recorded.
     """
 
-    def __init__(self, file: Path, *, max_bytes: int, keep: int = 8, with_tokens: bool = False) -> None:
+    def __init__(self, file: Path, *, max_bytes: int, keep: int = 8, with_tokens: bool = False, stored_pages: int = 0) -> None:
         self.stats = Stats()
         """Counts what was recorded and left out; give it the store's own."""
         self.stuck = False
         """Whether a write did not end when it was closed: then only the end of the process ends it."""
         self._path = file
-        self._file = RecordFile(file, max_bytes, keep)
+        self._file = RecordFile(file, max_bytes, keep, stored_pages)
+        self._stored_pages = stored_pages
         self._with_tokens = with_tokens
         self._clock = Clock()
         self._thread = started_pool(1, "kvstore-record")
@@ -53,6 +54,12 @@ class Recorder:
         self._started = self._clock.now()
         self._task = asyncio.create_task(self._run(), name="kvstore-record")
         _log.info("recording requests to %s%s", self._path, ", with their tokens" if self._with_tokens else "")
+        if self._stored_pages:
+            _log.warning(
+                "the store holds %d pages already: the recording can't tell which, so that `kvstore simulate` counts hits on them as "
+                "misses; for what a cache would have made of all requests, record from an empty data directory on",
+                self._stored_pages,
+            )
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -30,3 +30,6 @@ def parse_size(value: object) -> int:
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
+"""For a setting: bytes, however they are written."""
+MaybeSize = Annotated[int | None, BeforeValidator(parse_size)]
+"""One that is None if nobody gives it."""

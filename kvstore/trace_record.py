@@ -23,11 +23,15 @@ Op = Literal["request", "get", "put", "abandon"]
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
-    """The first line. `started` is the wall clock in seconds at `t` = 0."""
+    """The first line. `started` is the wall clock in seconds at `t` = 0.
+
+    `stored_pages`: so many pages the store held then; nothing else tells of them. Older recordings don't say.
+    """
 
     format: str = FORMAT
     version: int = VERSION
     started: float = 0.0
+    stored_pages: int = 0
 
 
 class NamespaceLine(msgspec.Struct, frozen=True, tag_field="kind", tag="namespace"):

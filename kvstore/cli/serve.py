@@ -15,7 +15,9 @@ def serve(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file; see docs/configuration.md.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Journal and blobs; by default ~/.local/share/kvstore.")] = None,
     dram: Annotated[str | None, typer.Option(help="DRAM tier, for example 64GiB; by default a quarter of what is available.")] = None,
-    ssd: Annotated[str | None, typer.Option(help="SSD tier; by default half of the free disk, at most 256 GiB.")] = None,
+    ssd: Annotated[
+        str | None, typer.Option(help="SSD tier; by default half of the disk that is free or the store's, at most 256 GiB.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; by default 127.0.0.1.")] = None,
     listen: Annotated[
         str | None, typer.Option(help="Further addresses of the data plane, HOST or HOST:PORT, with commas; see docs/links.md.")

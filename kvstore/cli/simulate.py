@@ -1,6 +1,7 @@
 """`kvstore simulate`: what a cache of some size and policy would have made of a trace."""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -63,6 +64,7 @@ def simulate(
     cost = PrefillCost(prefill_us / 1e6, prefill_ns_per_position / 1e9)
     ssd_loss = _ssd_loss(ssd_admission, ssd_admission_loss)
     comparison = Comparison(read_trace(trace, options), bytes_per_token, cost, batch, max_ghosts, not no_hints, ssd_loss)
+    _warn(comparison.trace.stored_pages)
     ssd_bytes = _size(comparison, ssd, "--ssd")
     dram_bytes = 0 if sweep else _size(comparison, dram, "--dram")
     runs = (len(SWEEP_PERCENT) if sweep else 1) * (len(policies) - 1)
@@ -86,6 +88,16 @@ def simulate(
         _show(comparison, rows, result)
     if png is not None:
         draw(rows, result["unlimited"], comparison.trace.name, png)
+
+
+def _warn(stored_pages: int) -> None:
+    """Of hits that the recording can't tell of."""
+    if stored_pages > 0:
+        print(
+            f"kvstore: warning: the store held {counted(stored_pages, 'page')} when the recording began, and it is not known which: "
+            "hits on them count as misses, in each row; record from an empty data directory on to have them all",
+            file=sys.stderr,
+        )
 
 
 def _ssd_loss(admission: str, loss: float) -> float | None:
@@ -139,6 +151,7 @@ def _result(comparison: Comparison, rows: list[Row], policy: str, *, sweep: bool
     result: dict[str, Any] = {
         "trace": trace.name, "requests": len(trace), "page_accesses": len(trace.pages), "unique_pages": trace.unique_pages,
         "unique_bytes": comparison.measure.all_bytes, "looked_up_tokens": comparison.measure.looked_up, "skipped_lines": trace.skipped,
+        "stored_pages": trace.stored_pages,
         "unlimited": unlimited, "rows": [row.to_dict() for row in rows],
     }  # fmt: skip
     if sweep:

@@ -50,6 +50,8 @@ class Trace:
     hints: Sequence[Hints | None]
     skipped: int = 0
     """Bad lines that were left out."""
+    stored_pages: int = 0
+    """Pages that the store held when the recording began: what is hit of them counts as missed, as nothing says which they were."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -91,6 +93,7 @@ class TraceBuilder:
 
     name: str
     spaces: list[TraceSpace] = field(default_factory=list)
+    stored_pages: int = 0
     _lines: list[int] = field(default_factory=list)
     _pages: list[npt.NDArray[np.uint64]] = field(default_factory=list)
     _scopes: list[int] = field(default_factory=list)
@@ -126,6 +129,7 @@ class TraceBuilder:
         return Trace(
             self.name, tuple(self.spaces), numbers[moved], ends, columns[order, 0], whole[:, 0], whole[:, 1], whole[:, 2],
             whole[:, 3].astype(np.uint8), whole[:, 4], [self._hints[i] for i in order.tolist()], judge.skipped if judge is not None else 0,
+            self.stored_pages,
         )  # fmt: skip
 
     def _unchained(self) -> dict[int, str]:

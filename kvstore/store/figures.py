@@ -43,6 +43,12 @@ class Figures:
         return self._recovery.progress
 
     @property
+    def pages(self) -> int:
+        """Pages of all namespaces; while they are loading, about so many there will be."""
+        loading = self.loading
+        return sum(space.tree.page_count for space in self._spaces) if loading is None else loading.of_about
+
+    @property
     def dram_segments(self) -> SegmentUsage:
         """How many DRAM segments there are, and their bytes."""
         return self._arena.segments()

@@ -14,7 +14,7 @@ from kvstore.loop import Loop, SpinningSelector
 def test_what_comes_is_returned() -> None:
     spin, answers = Spin(), iter([[], [], ["it"]])
     assert spin.worth()
-    assert spin.look(lambda: next(answers)) == ["it"]
+    assert spin.look(lambda: next(answers), 60) == ["it"]
     assert spin.worth()
 
 

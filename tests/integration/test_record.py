@@ -1,6 +1,7 @@
 """`serve --record` with a real daemon: what is in the file, and what is not."""
 
 import gzip
+import json
 import stat
 import time
 from base64 import b64decode
@@ -16,6 +17,7 @@ from kvstore.tiers.policies.make import make_policies
 from kvstore.trace_record import FORMAT, VERSION, Header, Line, NamespaceLine, UseLine, decode_ids, decode_line
 from kvstore_client import Client, Ended, Hints, Turn
 from kvstore_workers.daemon_process import DaemonProcess
+from tests.commands import kvstore
 from tests.integration.pages import SPEC, content, context, open_namespace
 from tests.integration.raw import stat as totals_of
 
@@ -140,3 +142,24 @@ def test_a_file_that_can_not_be_made_is_said_at_start(tmp_path: Path) -> None:
     daemon = DaemonProcess(tmp_path / "data", "--record", str(tmp_path / "no folder" / "x.jsonl"), "--dram", "16MiB")
     assert daemon.wait_exit() == 2
     assert any("can't record to" in line for line in daemon.lines)
+
+
+def test_a_recording_of_a_store_that_holds_pages_says_so(tmp_path: Path) -> None:
+    said = []
+    for name in ("first.jsonl", "second.jsonl"):
+        with DaemonProcess(tmp_path / "data", "--record", str(tmp_path / name), "--dram", "16MiB", "--ssd", "16MiB") as daemon:
+            with Client(daemon.endpoint) as client:
+                namespace = open_namespace(client)
+                namespace.match(TOKENS).release()
+                namespace.put(TOKENS, content(TOKENS), durable=True)
+            assert daemon.stop() == 0
+            said.append("\n".join(daemon.lines))
+    heads = [lines_of(tmp_path / name)[0] for name in ("first.jsonl", "second.jsonl")]
+    assert [head.stored_pages for head in heads if isinstance(head, Header)] == [0, 6]
+    assert "hold" not in said[0]
+    assert "the store holds 6 pages already" in said[1]
+    first, second = (kvstore("simulate", str(tmp_path / name), "--json", "-") for name in ("first.jsonl", "second.jsonl"))
+    assert first.stderr.strip() == ""
+    assert "the store held 6 pages when the recording began" in second.stderr
+    assert "count as misses" in second.stderr
+    assert [json.loads(done.stdout)["stored_pages"] for done in (first, second)] == [0, 6]

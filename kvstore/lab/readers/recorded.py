@@ -39,6 +39,7 @@ class _Reader:
             raise BadTrace(
                 f"a trace of format {header.format!r}, version {header.version}: this kvstore reads {FORMAT!r}, version {VERSION}"
             )
+        self.builder.stored_pages = header.stored_pages
         self.headed = True
 
     def _namespace(self, line: NamespaceLine) -> None:
