@@ -153,7 +153,7 @@ def table_console() -> "Console":
 
 
 def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
-    """Tokens as given on the command line. Raises BadRequest."""
+    """Tokens as given on the command line; where pages are labelled with digests those, as words. Pass on its `data`. Raises BadRequest."""
     import numpy as np
 
     try:
