@@ -53,13 +53,9 @@ def pieces(spec: KVSpec, labels: memoryview, extras: Extras | None, first: int =
 
 
 class HowFar:
-    """`with HowFar() as far`, and `for piece in far.through(pieces)`: an error that ends the block says how far it got.
+    """`with HowFar() as far`, and `for piece in far.through(pieces)`: an error that ends the block says how far it got."""
 
-    With `undone` it says that instead.
-    """
-
-    def __init__(self, undone: str = "") -> None:
-        self._undone = undone
+    def __init__(self) -> None:
         self._all: Sequence[OfList] = ()
         self._now: OfList | None = None
 
@@ -77,7 +73,7 @@ class HowFar:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if len(self._all) < 2 or not isinstance(error, KVStoreError) or (now := self._now) is None:
             return
-        rest = self._undone or ("none are done" if now is self._all[0] else "those before are done, those after are not")
-        error.done_pages = 0 if self._undone else now.first
+        rest = "none are done" if now is self._all[0] else "those before are done, those after are not"
+        error.done_pages = now.first
         error.message += f" (about pages {now.first} to {now.last - 1} of the list, which count from 0 in this: {rest})"
         error.args = (error.message,)

@@ -36,6 +36,7 @@ class Match:
     boundaries: list[tuple[int, int]]
     dram_pages: int
     lease: int
+    """Its number; 0 if there is none, or it was released. What builds on it asks `as_base` for it: a 0 there would mean the root."""
     endpoint: str
     epoch: int
     namespace: "Namespace"
@@ -48,6 +49,7 @@ class Match:
     """Pages after `pages` that are gone, but can be computed again (-1 if that was not asked)."""
     _ends: float = 0.0
     """When the lease is over by this client's clock: a little before it is by the daemon's."""
+    _released: bool = False
     _session: bytes = b""
     _places: bytes = b""
     _by_blob: dict[bytes, Place | None] | None = None
@@ -88,12 +90,23 @@ class Match:
     async def release(self) -> None:
         """End the lease. Harmless if it is over already."""
         if self.lease:
-            lease, self.lease = self.lease, 0
+            lease, self.lease, self._released = self.lease, 0, True
             try:
                 await self.namespace.client.release(lease)
             except (Elsewhere, ConnectionLost):  # of a line
-                self.lease = lease
+                self.lease, self._released = lease, False
                 raise
+
+    def as_base(self) -> int:
+        """The lease that a request names to go on after this prefix; 0, which means the root, only for a match of nothing.
+
+        Raises NotFound if it was released, and BadRequest if there never was one.
+        """
+        if self.lease or not self.pages:
+            return self.lease
+        if self._released:
+            raise NotFound("this match was released, and is no base any more: match again")
+        raise BadRequest("this match has no lease, and so is no base: match with a lease_s above 0, or give all tokens from the root on")
 
     async def __aenter__(self) -> "Match":
         return self

@@ -71,6 +71,15 @@ class Namespace(PrefixCalls, TextCalls):
         if other.id != self.id:
             raise BadRequest(f"this match is of the namespace {other.name!r}, not of {self.name!r}: match in this one")
 
+    def _lease_of(self, base: Match | None) -> int:
+        """What a request says of its base. Raises BadRequest for what is none here, and NotFound for one that is over."""
+        if base is None:
+            return 0
+        self._check_own(base)
+        if self.spec.flat:
+            raise BadRequest("in a flat namespace every page stands alone: there is no base")
+        return base.as_base()
+
     async def drop(self) -> None:
         """Forget the namespace and everything in it."""
         await self.client.call(FrameType.NAMESPACE_DROP, NamespaceName(namespace=self.id), Empty)
@@ -86,19 +95,18 @@ class Namespace(PrefixCalls, TextCalls):
         It is leased for `lease_s` seconds (0: not at all, then it is only a look). `parts` brings what `fetch` needs;
         without, the answer is smaller. In a namespace of digests, `tokens` are those (see Tokens). `extras` gives
         32-byte digests of extra keys by page. With a leased `base` the tokens (and the pages of `extras`) are those after it:
-        a long context need not travel again. `hints` say whose turn it is; they count with a lease only. `estimate` asks what
-        loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded. `rebuildable` asks how
-        many of the missing pages can be computed again from their recipes (`rebuildable_pages`); `rebuild_s` asks to have that done, and
-        waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it. `holes` asks a flat namespace
-        for all pages of the list that are there (`match.there()`), and not for its front only.
+        a long context need not travel again. Raises NotFound if that lease is over. `hints` say whose turn it is; they count with a lease
+        only. `estimate` asks what loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded.
+        `rebuildable` asks how many of the missing pages can be computed again from their recipes (`rebuildable_pages`); `rebuild_s` asks to
+        have that done, and waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it. `holes`
+        asks a flat namespace for all pages of the list that are there (`match.there()`), and not for its front only.
         """
-        if base is not None:
-            self._check_own(base)
+        after = self._lease_of(base)
         extra_pages, payload = with_extras(token_view(tokens, self.spec), extras)
         near = bool(lease_s and parts) and await self._near(timeout)
         message = MatchRequest(
             namespace=self.id, lease_ms=milliseconds("lease_s", lease_s), parts=parts, boundaries=boundaries, extra_pages=extra_pages,
-            base=base.lease if base is not None else 0, hints=hints_meta(hints), estimate=ask_meta(estimate), rebuildable=rebuildable,
+            base=after, hints=hints_meta(hints), estimate=ask_meta(estimate), rebuildable=rebuildable,
             rebuild_ms=milliseconds("rebuild_s", rebuild_s), places=near, holes=holes,
         )  # fmt: skip
         started = time.monotonic()
@@ -219,7 +227,7 @@ class Namespace(PrefixCalls, TextCalls):
         components that are put: a prefix is usable only where those are that its boundary needs.
         `whole_s`: how long to wait for the others, all commits of the call together, however often they are sent. With a leased `base`,
         `tokens` (and the pages of `extras`) are those after it, while `first_page` and `spans` still count from the root; by default the
-        put starts at the base.
+        put starts at the base. Raises NotFound if that lease is over.
         `hints` say whose turn it was, and how it ended. `recipe` is what is kept in place of the token ids, to compute the pages again,
         where the namespace keeps recipes.
 
@@ -229,8 +237,7 @@ class Namespace(PrefixCalls, TextCalls):
 
         Raises MissingParent if the pages before are not in the store, and NoSpace.
         """
-        if base is not None:
-            self._check_own(base)
+        after = self._lease_of(base)  # once: it may be released while this goes on
         parts = by_default(self.spec, parts, put_id, wrapped=1) or (self.spec.whole(),)
         if put_id is None:
             check_alone(self.spec, parts)
@@ -239,8 +246,8 @@ class Namespace(PrefixCalls, TextCalls):
         put_id, ack = put_id or secrets.token_bytes(DIGEST_BYTES), "durable" if durable else "memory"
         if self.spec.flat:
             message = PutStart(namespace=self.id, put_id=put_id, first_page=0, parts=[], ack=ack, hints=hints_meta(hints))
-            if first_page or base is not None or recipe is not None:
-                raise BadRequest("in a flat namespace every page stands alone: there is no first page, no base and no recipe")
+            if first_page or recipe is not None:
+                raise BadRequest("in a flat namespace every page stands alone: there is no first page and no recipe")
             commits = flat_commits(self.client.pool, self.spec, parts, raw, data, spans, extras)
             return await put_flat(self.client, commits, message, whole, progress, timeout)
         start = base.pages if base is not None else 0
@@ -260,8 +267,8 @@ class Namespace(PrefixCalls, TextCalls):
                 extra_pages, payload = with_extras(upto, extras, last - start)
                 message = PutStart(
                     namespace=self.id, put_id=put_id, first_page=first, spans=its_spans, parts=part_list(ranges),
-                    ack=ack, extra_pages=extra_pages, base=base.lease if base is not None else 0,
-                    hints=hints_meta(hints), recipe_kind=recipe.kind if recipe is not None else "",
+                    ack=ack, extra_pages=extra_pages, base=after, hints=hints_meta(hints),
+                    recipe_kind=recipe.kind if recipe is not None else "",
                     recipes=recipe.of(first - first_page, last - first_page, total - first_page) if recipe is not None else [],
                 )  # fmt: skip
                 done.append(await put_once(self.client, message, payload, source, layout, whole, progress, alone=len(cut) == 1))

@@ -1,28 +1,23 @@
 """What a daemon is told about prefixes, or about the pages of a flat namespace: bring them up, keep them, give them up, delete them."""
 
-import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvstore.api.wire import BadRequest, FrameType, Hints, KVSpec, KVStoreError, NotFound, Unsupported
+from kvstore.api.wire import BadRequest, FrameType, Hints, KVSpec
 from kvstore.api.wire.messages import Affected, Empty, Pinned, Prefetched, Prefix
 from kvstore_client.arguments import FLAG, checked
-from kvstore_client.lists import HowFar, Piece, pieces
+from kvstore_client.lists import LIST_PAGES, HowFar, Piece, pieces
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
 
-_UNPIN_S = 5.0
-
 
 class PrefixCalls:
     """The part of a namespace that tells about prefixes.
 
-    Of a flat namespace a call takes a list of any length. It goes in pieces of 256 pages, one after the other, within one deadline.
-    The first that fails ends the call: its error's `done_pages` says that the pages before that one are done, and none after it.
+    Of a flat namespace a call, but for a pin, takes a list of any length. It goes in pieces of 256 pages, one after the other, within one
+    deadline. The first that fails ends the call: its error's `done_pages` says that the pages before that one are done, and none after it.
     """
 
     client: "AsyncClient"
@@ -56,53 +51,18 @@ class PrefixCalls:
         """Keep the longest usable prefix from being evicted for `ttl_s` seconds, even after this client is gone.
 
         Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it. Of a flat namespace it pins what is there of
-        a list, or, in an error, nothing of it.
+        a list of up to 256 pages.
         """
-        ttl_ms = milliseconds("ttl_s", ttl_s)
-        with HowFar(undone="nothing of it stays pinned") as far:
-            async with self.client.deadline(timeout):
-                cut = pieces(self.spec, token_view(tokens, self.spec), extras)
-                pin = await self._pin_all(far, cut, ttl_ms)
+        labels, ttl_ms = token_view(tokens, self.spec), milliseconds("ttl_s", ttl_s)
+        if self.spec.flat and (pages := len(labels) // self.spec.hash_bytes) > LIST_PAGES:
+            raise BadRequest(
+                f"{pages} pages of a flat namespace in one pin: give at most {LIST_PAGES}, and pin the others in further calls, each a pin"
+            )
+        (piece,) = pieces(self.spec, labels, extras)
+        message = self._prefix(piece)
+        message.ttl_ms = ttl_ms
+        pin, _ = await self.client.call(FrameType.PIN, message, Pinned, piece.payload, timeout)
         return pin.pin, pin.pages
-
-    async def _pin_all(self, far: HowFar, cut: Sequence[Piece], ttl_ms: int) -> Pinned:
-        """Make a pin of the first piece of which something is there, and add the others to it."""
-        pin, nothing = Pinned(namespace=self.id, pin=0), None
-        try:
-            for piece in far.through(cut):
-                message = self._prefix(piece)
-                message.ttl_ms, message.pin = ttl_ms, pin.pin
-                try:
-                    found, _ = await self.client.ask(FrameType.PIN, message, Pinned, piece.payload)
-                except NotFound as error:
-                    if pin.pin:
-                        raise
-                    nothing = error
-                    continue
-                if pin.pin not in (0, found.pin):
-                    await self._give_up(found.pin)
-                    raise Unsupported("this daemon is too old to pin more than 256 pages of a flat namespace at once: upgrade it")
-                pin = found
-        except BaseException as error:
-            if pin.pin:
-                await self._give_up(pin.pin, error)
-            raise
-        if nothing is not None and not pin.pin:
-            raise nothing
-        return pin
-
-    async def _give_up(self, pin: int, why: BaseException | None = None) -> None:
-        """End a pin that nobody will know of. Who was cancelled, or is out of time, does not wait for it: the pool does at its end."""
-        task = asyncio.create_task(self._unpin_soon(pin), name="kvstore-client-unpin")
-        self.client.pool.adopt(task)
-        if not isinstance(why, asyncio.CancelledError):
-            await asyncio.shield(task)
-
-    async def _unpin_soon(self, pin: int) -> None:
-        with suppress(KVStoreError, TimeoutError):  # then it ends by its time
-            async with asyncio.timeout(_UNPIN_S):
-                connection = await self.client.pool.for_requests()
-                await connection.call(FrameType.UNPIN, Pinned(namespace=self.id, pin=pin), Empty)
 
     @checked()
     async def unpin(self, pin: int, timeout: float | None = None) -> None:

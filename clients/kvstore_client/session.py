@@ -138,16 +138,24 @@ class Session:
         self._raise_if_closed()
         options["parts"] = by_default(self.namespace.spec, options.get("parts"), options.get("put_id"))
         options = {"durable": durable, "progress": progress, "hints": replace(self.hints, ended=ended), **options}
-        page_bytes = self.namespace.spec.label_words * 4
-        new = self._after(self.pages)
-        new = new[: len(new) // page_bytes * page_bytes]
-        try:
-            done = await self.namespace.put(new, data, base=self._match, **options)
-        except NotFound:
-            whole = bytes(self._tokens[: len(self._tokens) // page_bytes * page_bytes])
-            done = await self.namespace.put(whole, data, first_page=self.pages, **options)
+        done = await self._put_after_lease(data, options)
+        if done is None:
+            done = await self.namespace.put(self._whole_pages_after(0), data, first_page=self.pages, **options)
         await self._seek()
         return done
+
+    async def _put_after_lease(self, data: Any, options: dict[str, Any]) -> "PutResult | None":
+        """Put what comes after the cursor as just that; None if no lease holds the cursor."""
+        if self._match is None or not self._match.lease:
+            return None
+        try:
+            return await self.namespace.put(self._whole_pages_after(self.pages), data, base=self._match, **options)
+        except NotFound:
+            return None
+
+    def _whole_pages_after(self, pages: int) -> bytes:
+        tokens, page_bytes = self._after(pages), self.namespace.spec.label_words * 4
+        return tokens[: len(tokens) // page_bytes * page_bytes]
 
     async def abandon(self, from_page: int = 0, *, from_token: int | None = None) -> int:
         """The conversation will not go on from a page, or a token, on, as after a compaction: its own pages are the first to go."""

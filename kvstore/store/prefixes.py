@@ -86,34 +86,25 @@ class Prefixes:
                 space.unpin(row)
         return done, nbytes
 
-    def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float, more_of: int = 0) -> Lease:
+    def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float) -> Lease:
         """Keep the longest usable prefix from being evicted for `ttl_s` seconds, whoever dies.
 
-        Of a flat namespace that is what is there of a list; it may be `more_of` a pin, all of which then lasts so long.
+        Of a flat namespace that is what is there of a list.
         """
         self._pins.check_time(ttl_s, "ttl_s")
-        if more_of and not space.spec.flat:
-            raise BadRequest("only to a pin of a flat namespace can be added")
-        pin = self._own(space, more_of) if more_of else None
         paths = [path for its in each_prefix(space, tokens, extras) if (path := usable_path(space, *its)).pages]
-        if not paths and pin is None:
+        if not paths:
             raise NotFound("nothing of this prefix is in the store: there is nothing to pin")
         for path in paths:
             self._uses.use(space, path)
-        if pin is None:
-            return self._pins.grant(self._owner(space), space, paths, time.monotonic(), ttl_s)
-        self._pins.add(pin, paths)
-        return self._pins.renew(pin.owner, pin.id, time.monotonic(), ttl_s)
+        return self._pins.grant(self._owner(space), space, paths, time.monotonic(), ttl_s)
 
     def unpin(self, space: Space, pin: int) -> None:
         """End a pin of this namespace."""
-        self._pins.release(self._own(space, pin))
-
-    def _own(self, space: Space, pin: int) -> Lease:
         lease = self._pins.get(self._owner(space), pin)
         if lease.space is not space:
             raise self._pins.unknown(pin)
-        return lease
+        self._pins.release(lease)
 
     def abandon(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
         """Make the end of a prefix, from a page on, the first to go; but not what other contexts go on from. Returns the pages.

@@ -164,7 +164,7 @@ class Store:
         self._residency = Residency(
             self._arena, self._files.blobs, lambda: self._spaces, self.stats, config.watermarks, config.put_wait_s,
             Vacator(self._arena, self._readers, lambda: self._spaces, self.stats, budget), self.quotas, self.replacement,
-            self.rates.reads, config.ahead_bytes,
+            config.ahead_bytes,
         )  # fmt: skip
         self._writeback = Writeback(
             self._files.blobs, self._files.journal, self._writer, self._trash, self.stats,
@@ -175,8 +175,8 @@ class Store:
         )  # fmt: skip
         self._residency.writeback = self._writeback
         self._reading = Reading(
-            self._arena, self._files.blobs, self._readers, self.stats, self._residency.allocate, self._residency.scarce,
-            config.put_wait_s, self._writeback, self.rates.reads,
+            self._arena, self._files.blobs, self._readers, self.stats, self._residency.allocate, config.put_wait_s,
+            self._writeback, self.rates.reads,
         )  # fmt: skip
         self._puts = Puts(
             self._arena, self._residency, self._writeback, self.stats, self.uses, config.put_idle_s, self._files.blobs.footprint,

@@ -73,10 +73,6 @@ class Arena:
         """The bytes of a tenant's slots in use."""
         return self._used_by[tenant]
 
-    def has_free(self, slot_class: SlotClass) -> bool:
-        """Whether a slot could be had at once."""
-        return bool(self._open.get(slot_class))
-
     def empty_bytes(self, slot_class: SlotClass) -> int:
         """Bytes of a class's empty segments that are handed out from."""
         segments = (self._segments[number] for number in self._empty)

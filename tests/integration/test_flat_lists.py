@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_client import AsyncClient, BadRequest, Busy, Client, Component, Conflict, KVSpec, NoSpace, NotFound
+from kvstore_client import AsyncClient, BadRequest, Client, Component, Conflict, KVSpec, NoSpace, NotFound
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
@@ -39,17 +39,20 @@ def namespace(daemon: DaemonProcess) -> Iterator[Namespace]:
         found.drop()
 
 
-def test_a_long_list_is_one_pin(namespace: Namespace) -> None:
-    number, pages = namespace.pin(digests(*range(1000, 1300)) + ALL, 60)
-    assert pages == PAGES, "nothing of the first piece is there"
+def test_a_long_list_is_pinned_in_several_calls(namespace: Namespace) -> None:
+    with pytest.raises(BadRequest, match=r"600 pages .* in one pin: give at most 256, and pin the others in further calls"):
+        namespace.pin(ALL, 60)
+    pins = [namespace.pin(ALL[at : at + 256 * 16], 60) for at in range(0, len(ALL), 256 * 16)]
+    assert [pages for _, pages in pins] == [256, 256, 88]
     for page in (0, 299, PAGES - 1):
         with pytest.raises(Conflict):
             namespace.delete(digests(page))
-    namespace.unpin(number)
-    with pytest.raises(NotFound):
+    for number, _ in pins:
         namespace.unpin(number)
+    with pytest.raises(NotFound):
+        namespace.unpin(pins[0][0])
     with pytest.raises(NotFound, match="nothing of this prefix"):
-        namespace.pin(digests(*range(1000, 1600)), 60)
+        namespace.pin(digests(*range(1000, 1256)), 60)
     assert namespace.delete(ALL) == PAGES
 
 
@@ -72,8 +75,8 @@ async def test_extra_keys_go_with_their_pages(daemon: DaemonProcess) -> None:
         namespace = await client.namespace("list-extras", "rev", SPEC)
         await namespace.put(ALL, DATA, extras=extras)
         assert await namespace.abandon(ALL, extras=extras) == PAGES
-        number, pages = await namespace.pin(ALL, 60, extras=extras)
-        assert pages == PAGES
+        number, pages = await namespace.pin(ALL[: 256 * 16], 60, extras={page: extra for page, extra in extras.items() if page < 256})
+        assert pages == 256
         await namespace.unpin(number)
         assert await namespace.delete(ALL) == PAGES - len(extras)
         assert await namespace.delete(ALL, extras=extras) == len(extras)
@@ -86,17 +89,6 @@ def test_a_delete_that_meets_a_lease_says_how_far_it_got(namespace: Namespace) -
     assert caught.value.done_pages == 256
     assert there(namespace) == list(range(256, PAGES)), "each piece goes as a whole or not at all"
     assert namespace.delete(ALL, from_page=caught.value.done_pages) == PAGES - 256
-
-
-def test_a_list_that_is_not_pinned_as_a_whole_is_not_pinned_at_all(tmp_path: Path) -> None:
-    limit = {"KVSTORE_MAX_PINNED": str(400 * SPEC.page_bytes)}
-    with DaemonProcess(tmp_path / "data", "--dram", "64MiB", environment=limit) as daemon, Client(daemon.endpoint, timeout=20) as client:
-        namespace = client.namespace("pins", "rev", SPEC)
-        put_all(namespace)
-        with pytest.raises(Busy, match=r"over the limit.*nothing of it stays pinned") as caught:
-            namespace.pin(ALL, 60)
-        assert caught.value.done_pages == 0
-        assert namespace.delete(ALL) == PAGES
 
 
 def test_what_is_wrong_is_found_before_anything_is_sent(namespace: Namespace) -> None:

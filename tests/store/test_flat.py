@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -211,6 +210,36 @@ async def test_a_lost_page_ends_the_puts_that_count_on_it(tmp_path: Path) -> Non
         check(store)
 
 
+async def test_only_a_lost_page_leaves_its_leases_and_pins(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", pin_bytes=6 * ONE.page_bytes)) as store:
+        space, prefixes = await store.create_namespace(settings_of(ONE)), store.prefixes
+        await put_pages(store, space, pages_of(1, 2, 3, 4))
+        pin, alone = prefixes.pin(space, *labels(pages_of(1, 2, 3, 2, 4)), 60), prefixes.pin(space, *labels(pages_of(2)), 60)
+        wanted = labels(pages_of(2, 3, 1))
+        front, holes = (store.match(space, *wanted, owner=1, lease_s=60, parts=True, holes=holes).lease for holes in (False, True))
+        assert front is not None
+        assert holes is not None
+        space.lose_blob(space.rows_of(space.tree.pages.find_key(key_of(space, Page(2))))[0])
+        check(store)
+        assert (pin.pages, front.pages, holes.pages) == (3, 2, 2)
+        with pytest.raises(NotFound):
+            prefixes.unpin(space, alone.id)
+        more = prefixes.pin(space, *labels(pages_of(1, 3, 4)), 60)
+        with pytest.raises(Busy, match="over the limit"):
+            prefixes.pin(space, *labels(pages_of(1)), 60)
+        prefixes.unpin(space, more.id)
+        for number in (1, 3, 4):
+            with pytest.raises(Conflict):
+                await prefixes.delete(space, *labels(pages_of(number)))
+        prefixes.unpin(space, pin.id)
+        with pytest.raises(Conflict):
+            await prefixes.delete(space, *labels(pages_of(3)))
+        for lease in (front, holes):
+            store.release_lease(1, lease.id)
+        check(store)
+        assert await prefixes.delete(space, *labels(pages_of(1, 3, 4))) == 3
+
+
 async def test_a_full_table_of_pages_takes_none_of_a_put(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d", max_pages=5, max_ghosts=0)) as store:
         space = await store.create_namespace(settings_of(ONE))
@@ -256,25 +285,3 @@ async def test_several_pages_are_pinned_abandoned_and_deleted(tmp_path: Path) ->
         shutil.copytree(tmp_path / "d", tmp_path / "killed")
     async with Store(config(tmp_path / "killed")) as store:
         assert there(store, store.space("default", "flat"), pages_of(1, 2, 3, 4, 5)) == [True, True, False, True, False]
-
-
-async def test_pages_are_added_to_a_pin(tmp_path: Path) -> None:
-    async with Store(config(tmp_path / "d", pin_bytes=4 * ONE.page_bytes)) as store:
-        space, prefixes = await store.create_namespace(settings_of(ONE)), store.prefixes
-        await put_pages(store, space, pages_of(1, 2, 3, 4, 5))
-        pin = prefixes.pin(space, *labels(pages_of(1)), 5)
-        expires = pin.expires
-        assert prefixes.pin(space, *labels(pages_of(2, 9, 3)), 60, pin.id) is pin
-        assert prefixes.pin(space, *labels(pages_of(9)), 60, pin.id).pages == 3, "nothing of it is there, and nothing is added"
-        assert pin.expires > expires + 50
-        check(store)
-        with pytest.raises(Busy, match="over the limit"):
-            prefixes.pin(space, *labels(pages_of(4, 5)), 60, pin.id)
-        assert await prefixes.delete(space, *labels(pages_of(4, 5))) == 2
-        with pytest.raises(NotFound, match="does not exist"):
-            prefixes.pin(space, *labels(pages_of(1)), 60, pin.id + 1)
-        with pytest.raises(NotFound, match="does not exist"):
-            prefixes.pin(await store.create_namespace(replace(settings_of(TWO), name="other")), *labels(pages_of(1)), 60, pin.id)
-        prefixes.unpin(space, pin.id)
-        check(store)
-        assert await prefixes.delete(space, *labels(pages_of(1, 2, 3))) == 3

@@ -163,30 +163,3 @@ async def test_a_full_tier_goes_on_as_without_spares(tmp_path: Path) -> None:
         await store.settle()
         assert store.figures.dram_segments.reserved <= 40 * 5000
         check(store)
-
-
-async def test_reads_from_ssd_come_first_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.store.dram.spares._MOST_WAIT_S", 600.0)
-    async with with_ahead(tmp_path) as store:
-        store._residency.spares._took_s = 1000.0
-        store.rates.reads.begin()
-        space = await store.create_namespace(settings_named())
-        await put(store, space, (1,), b"v" * 16)
-        await asyncio.sleep(0.1)
-        assert store._residency.spares.busy
-        assert spare_bytes(store) == 0
-        store.rates.reads.end(0)
-        await store.settle()
-        assert spare_bytes(store) > 0
-
-
-async def test_memory_is_made_also_while_reads_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.store.dram.spares._MOST_WAIT_S", 0.05)
-    async with with_ahead(tmp_path) as store:
-        store._residency.spares._took_s = 1000.0
-        store.rates.reads.begin()
-        space = await store.create_namespace(settings_named())
-        await put(store, space, (1,), b"v" * 16)
-        await store.settle()
-        assert spare_bytes(store) > 0
-        store.rates.reads.end(0)

@@ -349,7 +349,7 @@ class Prefix(Message):
     """A prefix that something is told about; payload as in MatchRequest. PREFETCH, PIN, ABANDON and DELETE use what they need of it.
 
     ABANDON with a `session` has no payload: it is about all that the session used last. PREFETCH with `rebuild` asks to
-    compute what is gone again, if that can be done `within_ms` (0: at any time). PIN with a `pin` adds pages of a flat namespace to it.
+    compute what is gone again, if that can be done `within_ms` (0: at any time).
     """
 
     namespace: str
@@ -360,7 +360,6 @@ class Prefix(Message):
     session: bytes = b""
     rebuild: bool = False
     within_ms: int = 0
-    pin: int = 0
 
 
 class Prefetched(Message):

@@ -16,10 +16,6 @@ class Arriving:
         self.view = memoryview(b"")
         """Its stored form, of which the digest table and the first `slices` slices are verified."""
         self.slices = 0
-        self.lasting = False
-        """Whether it is to be in DRAM afterwards, and not only with those who read from the view."""
-        self.kept = False
-        """Whether the slot is the blob's, and goes with it."""
         self.bad = False
         """Whether what has come was found to be bad in memory since: nobody else gets it."""
         self._users = 0

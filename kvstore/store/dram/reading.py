@@ -55,37 +55,33 @@ class Held:
 
     def release(self) -> None:
         """Let the blob go."""
-        if self._arriving is not None:
-            self._arriving.leave()  # it may stay in DRAM then, so it is still pinned
         self.space.unpin(self.row)
         if self._staging is not None:
             self._staging.release()
+        if self._arriving is not None:
+            self._arriving.leave()
 
 
 class Reading:
-    """Holds blobs for whoever reads them. `allocate` finds a DRAM slot for so many bytes within so many seconds, and `scarce` says
-    of a slot whether memory for another like it is still being made, as Residency does.
+    """Holds blobs for whoever reads them. `allocate` finds a DRAM slot for so many bytes within so many seconds, as Residency does.
 
     Whatever was waited for, a blob may have come to DRAM meanwhile, and its copy on SSD may have gone: that is looked at again each time.
     """
 
     def __init__(
         self, arena: Arena, blob_file: BlobFile, readers: Executor, stats: Stats, allocate: Callable[[Space, int, float], Awaitable[int]],
-        scarce: Callable[[int], bool], wait_s: float, writeback: Writeback, reads: Meter,
+        wait_s: float, writeback: Writeback, reads: Meter,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
         self._readers = readers
         self._stats = stats
         self._allocate = allocate
-        self._scarce = scarce
         self._room_wait_s = min(_ROOM_WAIT_S, wait_s)
         self._no_room_until = 0.0
         self._writeback = writeback
         self._reads = reads
         self._loading: dict[tuple[int, int], tuple[Arriving, asyncio.Task[None]]] = {}
-        self._passing: dict[tuple[int, int], tuple[Arriving, int]] = {}
-        """What was read and is being sent, in slots that the next are to be read into: memory is made more slowly than a disk is read."""
         self._staging = asyncio.Semaphore(_STAGING_BLOBS)
         self._stopped = False
 
@@ -147,7 +143,6 @@ class Reading:
         """
         space.pin(row)
         try:
-            self._keep_passing(space, row)
             held = self.hold_resident(space, row)
             if held is None and space.blobs.slot[row] == NO_SLOT:
                 held = await self._hold_promoted(space, row, early=early)
@@ -157,29 +152,23 @@ class Reading:
 
     async def _hold_promoted(self, space: Space, row: int, *, early: bool) -> Held | None:
         """Hold a blob as it comes up from SSD. None if there is no room, or if what came was found to be bad in memory meanwhile."""
-        arriving, task = self._begin(space, row, lasting=not early)
-        arriving.join()
         try:
-            await self._wait(arriving, task, early=early)
-            held = self.hold_resident(space, row) if arriving.ended else None
-            if held is None and not arriving.bad and not arriving.kept and len(arriving.view):
-                space.pin(row)
-                arriving.join()
-                held = Held(space, row, arriving.view, _arriving=arriving)
-            return held
+            arriving = await self._promote(space, row, early=early)
         except Busy:
             return None
-        finally:
-            arriving.leave()
+        if arriving.ended or arriving.bad:
+            return self.hold_resident(space, row)
+        space.pin(row)
+        arriving.join()
+        return Held(space, row, arriving.view, _arriving=arriving)
 
     async def promote(self, space: Space, row: int) -> None:
         """Bring a pinned blob up into DRAM. Raises Busy if there is no room, NotFound if no tier has it."""
-        self._keep_passing(space, row)
         if space.blobs.slot[row] == NO_SLOT:
-            await self._wait(*self._begin(space, row, lasting=True))
+            await self._promote(space, row)
 
-    def _begin(self, space: Space, row: int, *, lasting: bool) -> tuple[Arriving, "asyncio.Task[None]"]:
-        """Have a blob read into DRAM: with `lasting` to stay there, else at least for those who join."""
+    async def _promote(self, space: Space, row: int, *, early: bool = False) -> Arriving:
+        """Have a blob read into DRAM. Returns when it is there, or with `early` when its first slice is."""
         name = (space.number, row)
         if name not in self._loading:
             if self._stopped:
@@ -189,11 +178,6 @@ class Reading:
             self._loading[name] = arriving, task
             task.add_done_callback(lambda done: self._loaded(name, done))
         arriving, task = self._loading[name]
-        arriving.lasting = arriving.lasting or lasting
-        return arriving, task
-
-    async def _wait(self, arriving: Arriving, task: "asyncio.Task[None]", *, early: bool = False) -> None:
-        """Return when a blob is there, or with `early` when its first slice is."""
         if early:
             await arriving.wait_for(0)
         if not early or arriving.ended:
@@ -201,6 +185,7 @@ class Reading:
             if task.cancelled():
                 raise Cancelled(_STOPS)
             task.result()
+        return arriving
 
     def _loaded(self, name: tuple[int, int], done: "asyncio.Future[None]") -> None:
         arriving, _ = self._loading.pop(name)
@@ -253,35 +238,9 @@ class Reading:
         if space.blobs.slot[row] != NO_SLOT or arriving.bad:  # a put brought the same bytes meanwhile, or these are not the blob's any more
             arriving.unused(lambda: self._arena.free(slot))
             return
-        if arriving.lasting or not self._scarce(slot):
-            self._keep(space, row, slot, arriving)
-            return
-        self._passing[space.number, row] = arriving, slot
-        arriving.unused(lambda: self._passed(space, row, slot, arriving))
-
-    def _keep(self, space: Space, row: int, slot: int, arriving: Arriving) -> None:
-        """What was read is in DRAM from now on."""
-        arriving.kept = True
         space.set_slot(row, slot)
         self._stats.promoted_blobs += 1
-        self._stats.promoted_stored_bytes += space.stored_bytes(row)
-
-    def _keep_passing(self, space: Space, row: int) -> None:
-        """Keep what was to go with those who send it, if it is there still: somebody else wants it, too."""
-        arriving, slot = self._passing.get((space.number, row), (None, NO_SLOT))
-        if arriving is not None and not arriving.kept and not arriving.bad and space.blobs.slot[row] == NO_SLOT:
-            self._keep(space, row, slot, arriving)
-
-    def _passed(self, space: Space, row: int, slot: int, arriving: Arriving) -> None:
-        """Nobody sends it any more: it stays if there is memory for the next by now."""
-        if self._passing.get((space.number, row), (None, NO_SLOT))[0] is arriving:
-            del self._passing[space.number, row]
-        if arriving.kept:
-            return
-        if arriving.bad or self._stopped or space.blobs.slot[row] != NO_SLOT or self._scarce(slot):
-            self._arena.free(slot)
-        else:
-            self._keep(space, row, slot, arriving)
+        self._stats.promoted_stored_bytes += stored
 
     async def _copy_resident(self, space: Space, row: int, target: memoryview) -> None:
         """Fill the view of those who read a blob while it arrived, from where a put has brought it. It is pinned."""
@@ -359,15 +318,14 @@ class Reading:
         blobs = space.blobs
         self._stats.corrupt_blobs += 1
         _log.error("a DRAM copy of blob %s did not verify, dropping it", blobs.id_of(row).hex())
-        name, slot = (space.number, row), int(blobs.slot[row])
+        slot, loading = int(blobs.slot[row]), self._loading.get((space.number, row))
         if slot != NO_SLOT and lies_in(seen, self._arena.view(slot)):
             if blobs.on_ssd[row]:
                 space.spoil(row)
             else:
                 space.lose_blob(row)
-        for arriving, _ in filter(None, (self._loading.get(name), self._passing.get(name))):
-            if not arriving.kept and len(arriving.view) and lies_in(seen, arriving.view):
-                arriving.bad = True  # it is not in DRAM yet, and will not be
+        elif loading is not None and len(loading[0].view) and lies_in(seen, loading[0].view):
+            loading[0].bad = True  # it is not in DRAM yet, and will not be
         self._writeback.poke()
 
 

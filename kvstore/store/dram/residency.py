@@ -15,7 +15,6 @@ from kvstore.store.dram.eviction import Unit, dram_victims, drop, evict_ssd, fre
 from kvstore.store.dram.replacement import DRAM, SSD, Replacement
 from kvstore.store.dram.spares import Spares
 from kvstore.store.dram.vacate import Vacator
-from kvstore.store.matching.rates import Meter
 from kvstore.store.quotas import Quotas, room_to_make
 from kvstore.store.space import Space
 from kvstore.store.ssd.writeback import Writeback
@@ -40,7 +39,7 @@ class Residency:
     def __init__(
         self, arena: Arena, blob_file: BlobFile, spaces: Callable[[], Iterable[Space]],
         stats: Stats, watermarks: Watermarks, wait_s: float, vacator: Vacator, quotas: Quotas, replacement: Replacement,
-        reads: Meter, ahead: int = 0,
+        ahead: int = 0,
     ) -> None:  # fmt: skip
         self._arena = arena
         self._blob_file = blob_file
@@ -51,7 +50,7 @@ class Residency:
         self._vacator = vacator
         self._quotas = quotas
         self._replacement = replacement
-        self.spares = Spares(arena, ahead, self._grow_ahead, reads)
+        self.spares = Spares(arena, ahead, self._grow_ahead)
         self._own_room: dict[str, asyncio.Task[None]] = {}
         self._demand = 0
         self._wake = asyncio.Event()
@@ -86,11 +85,6 @@ class Residency:
         else:
             self._vacator.keep_headroom()
         return slot
-
-    def scarce(self, slot: int) -> bool:
-        """Whether no slot like this one is free, but memory for more is being made: who waits for that could have this one."""
-        slot_class = self._arena.class_of(slot)
-        return not self._arena.has_free(slot_class) and self.spares.making(slot_class)
 
     def _take(self, slot_class: SlotClass) -> int | None:
         return None if self._over_quota(slot_class) else self._arena.allocate(slot_class)

@@ -5,38 +5,24 @@ Spares are empty segments like others: they count within the DRAM tier, and go a
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from kvstore.errors import KVStoreError
-from kvstore.store.matching.rates import Meter
 from kvstore.store.space import Space
 from kvstore.tiers.dram import Arena
 from kvstore.tiers.segments import SlotClass
 
 _log = logging.getLogger("kvstore.mover")
-_READS_SHARE = 7
-"""While SSD is read, so many times as long as a segment took to be made nothing is made."""
-_MOST_WAIT_S = 1.0
-_QUIET_S = 0.02
-"""SSD is not read any more when nothing was for so long."""
-_LOOK_S = 0.005
 
 
 class Spares:
-    """Has empty segments made, one at a time, `most` bytes of them at most. `grow` makes one, and says if there is room for it.
+    """Has empty segments made, one at a time, `most` bytes of them at most. `grow` makes one, and says if there is room for it."""
 
-    `reads` are those from SSD: they come first, as a host that has to find the memory takes as much of a processor for it.
-    """
-
-    def __init__(self, arena: Arena, most: int, grow: Callable[[SlotClass], Awaitable[bool]], reads: Meter) -> None:
+    def __init__(self, arena: Arena, most: int, grow: Callable[[SlotClass], Awaitable[bool]]) -> None:
         self.most = most
         self._arena = arena
         self._grow = grow
-        self._reads = reads
-        self._took_s = 0.0
-        """How long the last segment took to be made."""
         self._wanted: dict[SlotClass, int] = {}
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
@@ -45,10 +31,6 @@ class Spares:
     def busy(self) -> bool:
         """Whether a segment is being made, or about to be."""
         return self._task is not None
-
-    def making(self, slot_class: SlotClass) -> bool:
-        """Whether a segment of a class is being made, or about to be."""
-        return slot_class in self._wanted
 
     def took(self, slot_class: SlotClass) -> None:
         """An empty segment got its first blob: have as much ready as the class holds, so that it can double without waiting."""
@@ -70,23 +52,13 @@ class Spares:
         try:
             while self._wanted and not self._stopped:
                 slot_class = next(iter(self._wanted))
-                if self._arena.empty_bytes(slot_class) >= self._wanted[slot_class] or not await self._make(slot_class):
+                if self._arena.empty_bytes(slot_class) >= self._wanted[slot_class] or not await self._grow(slot_class):
                     self._wanted.pop(slot_class, None)
         except KVStoreError as error:  # the machine has no memory: who needs a segment will ask for one
             self._wanted.clear()
             _log.warning("no DRAM is made ahead of need: %s", error.message)
         finally:
             self._task = None
-
-    async def _make(self, slot_class: SlotClass) -> bool:
-        until = time.monotonic() + min(_MOST_WAIT_S, _READS_SHARE * self._took_s)
-        while not self._stopped and self._reads.idle_s < _QUIET_S and time.monotonic() < until:  # noqa: ASYNC110 - reads tell nobody, and should pay for nothing
-            await asyncio.sleep(_LOOK_S)
-        began = time.monotonic()
-        try:
-            return await self._grow(slot_class)
-        finally:
-            self._took_s = time.monotonic() - began
 
     async def stop(self) -> None:
         """Make nothing more; returns once what is under way has ended."""

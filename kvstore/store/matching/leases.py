@@ -65,33 +65,20 @@ class Leases:
         """
         self.check_time(ttl_s)
         pages = sum(path.pages for path in paths)
-        held = self._held_with(owner, pages * space.spec.page_bytes)
-        if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
-            raise Busy(f"{MAX_LEASES} {self._word}s are held already: some must be {self._ended} first", retry_after_ms=1000)
-        lease = Lease(secrets.randbits(63), owner, space, [space.tree.pin(path, slots) for path in paths], pages, now + ttl_s)
-        self._by_id[lease.id] = lease
-        self._by_owner.setdefault(owner, set()).add(lease.id)
-        self._bytes[owner] = held
-        return lease
-
-    def add(self, lease: Lease, paths: list[Path]) -> None:
-        """Let a lease hold further paths, too. Raises Busy if its owner holds too much already."""
-        pages = sum(path.pages for path in paths)
-        held = self._held_with(lease.owner, pages * lease.space.spec.page_bytes)
-        lease.boundaries += [lease.space.tree.pin(path) for path in paths]
-        lease.pages += pages
-        self._bytes[lease.owner] = held
-
-    def _held_with(self, owner: int, wanted: int) -> int:
-        """Payload bytes that an owner holds with so many more. Raises Busy if that is too much."""
-        held = self._bytes.get(owner, 0)
+        held, wanted = self._bytes.get(owner, 0), pages * space.spec.page_bytes
         if held + wanted > self._max_bytes:
             raise Busy(
                 f"{self._word}s on {held} bytes are held already, and {wanted} more would be over the limit of {self._max_bytes}: "
                 f"some must be {self._ended} first",
                 retry_after_ms=1000,
             )
-        return held + wanted
+        if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
+            raise Busy(f"{MAX_LEASES} {self._word}s are held already: some must be {self._ended} first", retry_after_ms=1000)
+        lease = Lease(secrets.randbits(63), owner, space, [space.tree.pin(path, slots) for path in paths], pages, now + ttl_s)
+        self._by_id[lease.id] = lease
+        self._by_owner.setdefault(owner, set()).add(lease.id)
+        self._bytes[owner] = held + wanted
+        return lease
 
     def get(self, owner: int, lease_id: int) -> Lease:
         """An owner's own lease; NotFound otherwise."""
@@ -129,24 +116,23 @@ class Leases:
                 lease.space.tree.unpin(boundary)
 
     def cut(self, space: Space, slot: int) -> None:
-        """The page in a slot is lost: every lease holds only what comes before it, and none without any page."""
-        tree = space.tree
+        """The page in a slot is lost: no lease holds it, nor, but for a flat namespace, what comes after it, and none is left empty."""
+        tree, key = space.tree, space.tree.pages.key_bytes(slot)
         for lease in self.of_space(space):
-            for number, boundary in enumerate(lease.boundaries):
-                slots = tree.path_slots(tree.path_to(tree.pages.find_key(boundary)))
-                hit = np.flatnonzero(slots == slot)
-                if len(hit):
-                    self._shorten(lease, number, tree.path_to(int(slots[hit[0] - 1])) if hit[0] else None)
-                    break
+            if space.spec.flat:
+                if gone := lease.boundaries.count(key):
+                    self._shorten(lease, [key] * gone, [boundary for boundary in lease.boundaries if boundary != key], lease.pages - gone)
+                continue
+            slots = tree.path_slots(tree.path_to(tree.pages.find_key(lease.boundaries[0])))
+            hit = np.flatnonzero(slots == slot)
+            if len(hit):
+                left = [tree.pin(tree.path_to(int(slots[hit[0] - 1])))] if hit[0] else []
+                self._shorten(lease, lease.boundaries, left, int(hit[0]))
 
-    def _shorten(self, lease: Lease, number: int, path: Path | None) -> None:
-        """Let a lease end with `path` in place of its boundary of this number, and none after it."""
-        tree = lease.space.tree
-        gone = lease.boundaries[number:]
-        kept = lease.boundaries[:number] + ([tree.pin(path)] if path is not None else [])
-        pages = sum(tree.path_to(tree.pages.find_key(key)).pages for key in kept)
+    def _shorten(self, lease: Lease, gone: list[bytes], kept: list[bytes], pages: int) -> None:
+        """Let a lease hold so many pages, by the boundaries that are kept, and no more by those that are gone."""
         for boundary in gone:
-            tree.unpin(boundary)
+            lease.space.tree.unpin(boundary)
         self._bytes[lease.owner] -= (lease.pages - pages) * lease.space.spec.page_bytes
         lease.boundaries, lease.pages = kept, pages
         if not kept:

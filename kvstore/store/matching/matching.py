@@ -66,7 +66,7 @@ class Matching:
         of a flat namespace that are there are found, whatever lacks between them: `pages` is the end of the last one. `defer` takes over
         what is only for the record.
         """
-        tokens = as_token_bytes(tokens)
+        tokens, start = as_token_bytes(tokens), self.base_path(owner, space, base)
         if holes:
             if not space.spec.flat or space.tree.rules.optional or not parts or ask is not None:
                 raise BadRequest("holes are for the parts of a flat namespace that has neither windows nor states, without an estimate")
@@ -75,9 +75,8 @@ class Matching:
             found, slots = self._match_flat(space, tokens, extras, owner, lease_s, parts, hints)
         else:
             found, slots = self._match_tree(
-                space, tokens, extras, owner, lease_s, self.base_path(owner, space, base), hints, defer, parts=parts, boundaries=boundaries,
-                deep=ask is not None,
-            )  # fmt: skip
+                space, tokens, extras, owner, lease_s, start, hints, defer, parts=parts, boundaries=boundaries, deep=ask is not None
+            )
         return self._estimated(found, space, slots, ask, link_bytes_s)
 
     def _match_tree(
@@ -201,7 +200,7 @@ def each_prefix(space: Space, tokens: bytes, extras: Extras) -> list[tuple[bytes
     if not space.spec.flat or pages <= 1:
         return [(tokens, extras)]
     if pages > MAX_FLAT_NAMED:
-        raise BadRequest(f"{pages} pages of a flat namespace at once: give at most {MAX_FLAT_NAMED}")
+        raise BadRequest(f"{pages} pages of a flat namespace at once: give at most {MAX_FLAT_NAMED}, and the others in further calls")
     return [(tokens[p * width : (p + 1) * width], {0: extras[p]} if p in extras else {}) for p in range(pages)]
 
 

@@ -46,11 +46,6 @@ class Meter:
         self._nbytes = 0
         self._spoiled = False
 
-    @property
-    def idle_s(self) -> float:
-        """For how long nothing has moved."""
-        return 0.0 if self._active else self._now() - self._since
-
     def begin(self) -> None:
         """Something begins to move. Follow with `end`."""
         if not self._active:
