@@ -324,19 +324,19 @@ class Namespace(BlockingTextCalls):
         parts = by_default(self.spec, parts, put_id)
         putting = self.inner.put(
             tokens, data, first_page=first_page, parts=parts, spans=spans, durable=durable, whole_s=whole_s, extras=extras,
-            base=_inner(base), put_id=put_id, hints=hints, progress=progress, recipe=recipe,
-            timeout=timeout,
+            base=_inner(base), put_id=put_id, hints=hints, progress=progress, recipe=recipe, timeout=timeout,
         )  # fmt: skip
         return self._client.run(putting, timeout)
 
     def stream_put(
         self, tokens: Tokens, *, first_page: int = 0, part: PartRange | None = None, durable: bool = False, whole_s: float = 0.0,
-        extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None,
+        extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None, timeout: float | None = None,
     ) -> PutStream:  # fmt: skip
         """A put whose layers are sent as they are computed (see the asynchronous Namespace.stream_put)."""
         inner = self.inner.stream_put(
-            tokens, first_page=first_page, part=part, durable=durable, whole_s=whole_s, extras=extras, put_id=put_id, hints=hints
-        )
+            tokens, first_page=first_page, part=part, durable=durable, whole_s=whole_s, extras=extras, put_id=put_id, hints=hints,
+            timeout=timeout,
+        )  # fmt: skip
         return PutStream(self._client.run, inner)
 
     def follow(self, put_id: bytes, *, wanted: PartRange | None = None, timeout: float | None = None) -> Follower:

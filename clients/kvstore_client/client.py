@@ -5,11 +5,11 @@ import contextlib
 import logging
 import os
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.api.wire import BadRequest, ConnectionLost, DeadlineExceeded, FrameType, KVSpec, KVStoreError
+from kvstore.api.wire import BadRequest, Busy, ConnectionLost, DeadlineExceeded, FrameType, KVSpec, KVStoreError
 from kvstore.api.wire.messages import (
     CreateNamespace,
     Empty,
@@ -39,6 +39,8 @@ RECONNECT_S = 10.0
 """How long a daemon that refuses connections is waited for: more than a start takes."""
 _RELEASE_S = 5.0
 """How long it is tried to give a lease back."""
+_OWED_S = 1.0
+"""How long the end of a client waits for what failed calls still do."""
 
 
 class Deadline:
@@ -68,8 +70,14 @@ class Deadline:
                 error = over
         if isinstance(error, TimeoutError):
             why = blamed(error)
-            said = f": {why.code}: {why.message}" if why is not None else ""
-            raise DeadlineExceeded(f"no answer from {self._client.pool.endpoint} within {self._seconds:g} s{said}") from why
+            raise DeadlineExceeded(_over(self._client.pool.endpoint, self._seconds, why)) from why
+
+
+def _over(endpoint: str, seconds: float, why: KVStoreError | None) -> str:
+    """What is said at the end of a deadline: a busy daemon has answered."""
+    if isinstance(why, Busy):
+        return f"the daemon at {endpoint} was still busy after {seconds:g} s: {why.message}"
+    return f"no answer from {endpoint} within {seconds:g} s" + (f": {why.code}: {why.message}" if why is not None else "")
 
 
 class AsyncClient:
@@ -125,6 +133,8 @@ class AsyncClient:
         """What was told over them the daemon may not have got to yet."""
         self._telling: set[asyncio.Task[None]] = set()
         """Leases that are being given back, where that could not be told at once."""
+        self._owed: set[asyncio.Task[None]] = set()
+        """What calls that have failed still do, for a while."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """That its connections are of, once it was used."""
 
@@ -155,9 +165,12 @@ class AsyncClient:
         if self.loop not in (None, asyncio.get_running_loop()):
             await self._close_elsewhere()
             return
-        for task in self._telling:  # the session ends, and its leases with it
+        if self._owed:
+            await asyncio.wait(set(self._owed), timeout=_OWED_S)
+        ending = self._owed | self._telling  # the session ends, and its leases with it
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._telling, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         await self._same_host.close()
         self._buffers.close()
         await self._pool.close()
@@ -242,14 +255,20 @@ class AsyncClient:
             return await line.call(frame_type, message, reply, payload)
 
         async def attempt() -> tuple[Any, bytes]:
-            connection = await self._for_requests()
+            connection = await self.for_requests()
             if before is not None:
                 before()
             return await connection.call(frame_type, message, reply, payload)
 
         return await self._pool.retry(attempt)
 
-    async def _for_requests(self) -> Connection:
+    def owe(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what a call that fails owes the daemon, without its caller, who has waited long enough; `close` waits a little for it."""
+        task = asyncio.create_task(work, name="kvstore-client-owed")
+        self._owed.add(task)
+        task.add_done_callback(self._owed.discard)
+
+    async def for_requests(self) -> Connection:
         """The connection for a request by itself. What was told over others is done before."""
         if self._telling:
             await asyncio.wait(set(self._telling))

@@ -279,11 +279,16 @@ class Namespace(PrefixCalls, TextCalls):
     @checked()
     def stream_put(
         self, tokens: Tokens, *, first_page: int = 0, part: PartRange | None = None, durable: bool = False, whole_s: float = 0.0,
-        extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None,
+        extras: Extras | None = None, put_id: bytes | None = None, hints: Hints | None = None, timeout: float | None = None,
     ) -> PutStream:  # fmt: skip
-        """A put whose layers are sent as they are computed: `async with namespace.stream_put(...) as put` (see PutStream)."""
+        """A put whose layers are sent as they are computed: `async with namespace.stream_put(...) as put` (see PutStream).
+
+        Entering it waits for room while the daemon is busy, `timeout` seconds at most; `send` and `commit` have their own.
+        """
         part, put_id = part or self.spec.whole(), put_id or secrets.token_bytes(DIGEST_BYTES)
-        return PutStream(self, token_view(tokens, self.spec), first_page, part, durable, whole_s, extras, put_id, hints_meta(hints))
+        return PutStream(
+            self, token_view(tokens, self.spec), first_page, part, durable, whole_s, extras, put_id, hints_meta(hints), timeout
+        )
 
     @checked(put_id=PUT_ID)
     def follow(self, put_id: bytes, *, wanted: PartRange | None = None, timeout: float | None = None) -> Follower:

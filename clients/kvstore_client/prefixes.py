@@ -6,6 +6,7 @@ from kvstore.api.wire import BadRequest, FrameType, Hints, KVSpec
 from kvstore.api.wire.messages import Affected, Empty, Pinned, Prefetched, Prefix
 from kvstore_client.arguments import FLAG, checked
 from kvstore_client.lists import LIST_PAGES, HowFar, Piece, pieces
+from kvstore_client.pins import pin_once
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view
 
@@ -51,7 +52,8 @@ class PrefixCalls:
         """Keep the longest usable prefix from being evicted for `ttl_s` seconds, even after this client is gone.
 
         Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it. Of a flat namespace it pins what is there of
-        a list of up to 256 pages.
+        a list of up to 256 pages. If the call fails, or is cancelled, a pin that was made all the same is ended, if the daemon can be told
+        so within 5 seconds.
         """
         labels, ttl_ms = token_view(tokens, self.spec), milliseconds("ttl_s", ttl_s)
         if self.spec.flat and (pages := len(labels) // self.spec.hash_bytes) > LIST_PAGES:
@@ -61,7 +63,7 @@ class PrefixCalls:
         (piece,) = pieces(self.spec, labels, extras)
         message = self._prefix(piece)
         message.ttl_ms = ttl_ms
-        pin, _ = await self.client.call(FrameType.PIN, message, Pinned, piece.payload, timeout)
+        pin = await pin_once(self.client, message, piece.payload, timeout)
         return pin.pin, pin.pages
 
     @checked()

@@ -48,7 +48,7 @@ class PutStream:
 
     def __init__(
         self, namespace: "Namespace", tokens: memoryview, first_page: int, part: PartRange, durable: bool, whole_s: float,
-        extras: Extras | None, put_id: bytes, hints: HintsMeta | None = None,
+        extras: Extras | None, put_id: bytes, hints: HintsMeta | None = None, timeout: float | None = None,
     ) -> None:  # fmt: skip
         namespace.spec.check_range(part)
         self.put_id = put_id
@@ -56,6 +56,7 @@ class PutStream:
         self._tokens = tokens
         self._part = part
         self._whole = Whole(whole_s)
+        self._timeout = timeout
         self._layout = namespace.spec.slice_layout(part)
         extra_pages, self._payload = with_extras(tokens, extras)
         self._message = PutStart(
@@ -68,7 +69,7 @@ class PutStream:
 
     async def __aenter__(self) -> "PutStream":
         client = self._namespace.client
-        async with client.deadline(None):
+        async with client.deadline(self._timeout):
             with Patience() as patience:
                 while self._ready is None:
                     connection = await client.pool.first()

@@ -192,7 +192,7 @@ async def _prefetch(context: Context, message: Prefix, payload: bytes) -> Reply:
 
 def _pin(context: Context, message: Prefix, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
-    pin = context.store.prefixes.pin(space_of(context, message.namespace), tokens, extras, message.ttl_ms / 1000)
+    pin = context.store.prefixes.pin(space_of(context, message.namespace), tokens, extras, message.ttl_ms / 1000, message.handle)
     return Reply(FrameType.PINNED, Pinned(namespace=message.namespace, pin=pin.id, pages=pin.pages))
 
 

@@ -86,18 +86,24 @@ class Prefixes:
                 space.unpin(row)
         return done, nbytes
 
-    def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float) -> Lease:
+    def pin(self, space: Space, tokens: bytes, extras: Extras, ttl_s: float, number: int = 0) -> Lease:
         """Keep the longest usable prefix from being evicted for `ttl_s` seconds, whoever dies.
 
-        Of a flat namespace that is what is there of a list.
+        Of a flat namespace that is what is there of a list. With a `number` that its owner chose the pin has that one, and is made
+        only once: who did not hear of it can ask again.
         """
         self._pins.check_time(ttl_s, "ttl_s")
+        there = self._pins.find(self._owner(space), number)
+        if not 0 <= number < 1 << 63 or (there is not None and there.space is not space):
+            raise BadRequest("the number of a pin is 63 random bits, and not that of another")
+        if there is not None:
+            return there
         paths = [path for its in each_prefix(space, tokens, extras) if (path := usable_path(space, *its)).pages]
         if not paths:
             raise NotFound("nothing of this prefix is in the store: there is nothing to pin")
         for path in paths:
             self._uses.use(space, path)
-        return self._pins.grant(self._owner(space), space, paths, time.monotonic(), ttl_s)
+        return self._pins.grant(self._owner(space), space, paths, time.monotonic(), ttl_s, number=number)
 
     def unpin(self, space: Space, pin: int) -> None:
         """End a pin of this namespace."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,35 @@ async def test_a_lost_page_ends_the_puts_that_count_on_it(tmp_path: Path) -> Non
         send(other, pages_of(1, 4))
         assert await store.commit_put(other) == PutResult(1, 1, 0)
         assert await put_pages(store, space, pages_of(3, 2)) == PutResult(2, 0, 0)
+        check(store)
+
+
+async def test_a_pin_with_a_number_of_its_own_is_made_once(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", pin_bytes=3 * ONE.page_bytes)) as store:
+        space, prefixes = await store.create_namespace(settings_of(ONE)), store.prefixes
+        others = [
+            await store.create_namespace(replace(settings_of(ONE), name="other", fingerprint="another")),
+            await store.create_namespace(replace(settings_of(ONE), tenant="else")),
+        ]
+        for one in (space, *others):
+            await put_pages(store, one, pages_of(1, 2, 3))
+        pin = prefixes.pin(space, *labels(pages_of(1, 2)), 60, 7)
+        assert pin.id == 7
+        assert prefixes.pin(space, *labels(pages_of(1, 2)), 60, 7) is pin
+        check(store)
+        with pytest.raises(BadRequest, match="63 random bits"):
+            prefixes.pin(others[0], *labels(pages_of(1)), 60, 7)
+        theirs = prefixes.pin(others[1], *labels(pages_of(1)), 60, 7)
+        assert theirs is not pin, "what one tenant does says nothing to another"
+        for wrong in (-1, 1 << 63):
+            with pytest.raises(BadRequest, match="63 random bits"):
+                prefixes.pin(space, *labels(pages_of(1)), 60, wrong)
+        prefixes.unpin(space, 7)
+        check(store)
+        assert await prefixes.delete(space, *labels(pages_of(1, 2, 3))) == 3
+        with pytest.raises(Conflict):
+            await prefixes.delete(others[1], *labels(pages_of(1)))
+        prefixes.unpin(others[1], 7)
         check(store)
 
 

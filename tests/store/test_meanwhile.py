@@ -60,6 +60,12 @@ async def test_a_lost_page_ends_what_holds_it(tmp_path: Path) -> None:
         row = space.rows_of(slot)[0]
         store.discard_bad_copy(space, row, in_dram(store, space, row))
         assert (whole.pages, short.pages) == (1, 1)
+        await put(store, space, (1, 4, 5), b"v" * 16)
+        with pytest.raises(NotFound, match="lost"):  # who holds it gives what comes after (1, 2, 3)
+            store.match(space, tokens_of((4, 5)), {}, owner=OWNER, base=whole.id)
+        with pytest.raises(NotFound, match="lost"):
+            await store.begin_put(OWNER, space, PutRequest(b"w" * 16, tokens_of((4, 5, 6)), {}, 3, PARTS, Ack.MEMORY), whole.id)
+        assert store.match(space, tokens_of((4, 5)), {}, owner=OWNER, base=short.id).pages == 3
         with pytest.raises(MissingParent):
             await store.commit_put(under_way)
         await store.settle()

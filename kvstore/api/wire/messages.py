@@ -349,7 +349,8 @@ class Prefix(Message):
     """A prefix that something is told about; payload as in MatchRequest. PREFETCH, PIN, ABANDON and DELETE use what they need of it.
 
     ABANDON with a `session` has no payload: it is about all that the session used last. PREFETCH with `rebuild` asks to
-    compute what is gone again, if that can be done `within_ms` (0: at any time).
+    compute what is gone again, if that can be done `within_ms` (0: at any time). PIN with a `handle` (63 random bits) makes the pin of that
+    number, once.
     """
 
     namespace: str
@@ -360,6 +361,7 @@ class Prefix(Message):
     session: bytes = b""
     rebuild: bool = False
     within_ms: int = 0
+    handle: int = 0
 
 
 class Prefetched(Message):

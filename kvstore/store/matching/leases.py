@@ -33,6 +33,8 @@ class Lease:
     boundaries: list[bytes]
     pages: int
     expires: float
+    shortened: bool = False
+    """Whether a page was lost, with all after it: its owner still takes it for longer, so nothing can be built on it."""
 
     @property
     def nbytes(self) -> int:
@@ -52,14 +54,17 @@ class Leases:
         self._max_bytes = max_bytes
         self._max_s = max_s
         self._bytes: dict[int, int] = {}
-        self._by_id: dict[int, Lease] = {}
+        self._by_id: dict[tuple[int, int], Lease] = {}
+        """By owner and number: an owner that gives a number learns nothing of those of others."""
         self._by_owner: dict[int, set[int]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def grant(self, owner: int, space: Space, paths: list[Path], now: float, ttl_s: float, slots: Slots | None = None) -> Lease:
-        """Lease paths for `ttl_s` seconds; `slots` are those of a single path, if they are known.
+    def grant(
+        self, owner: int, space: Space, paths: list[Path], now: float, ttl_s: float, slots: Slots | None = None, number: int = 0
+    ) -> Lease:
+        """Lease paths for `ttl_s` seconds; `slots` are those of a single path, if they are known, and `number` is its own, if it is given.
 
         Raises Busy if the owner holds too much already.
         """
@@ -74,18 +79,22 @@ class Leases:
             )
         if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
             raise Busy(f"{MAX_LEASES} {self._word}s are held already: some must be {self._ended} first", retry_after_ms=1000)
-        lease = Lease(secrets.randbits(63), owner, space, [space.tree.pin(path, slots) for path in paths], pages, now + ttl_s)
-        self._by_id[lease.id] = lease
+        lease = Lease(number or secrets.randbits(63), owner, space, [space.tree.pin(path, slots) for path in paths], pages, now + ttl_s)
+        self._by_id[owner, lease.id] = lease
         self._by_owner.setdefault(owner, set()).add(lease.id)
         self._bytes[owner] = held + wanted
         return lease
 
     def get(self, owner: int, lease_id: int) -> Lease:
         """An owner's own lease; NotFound otherwise."""
-        lease = self._by_id.get(lease_id)
-        if lease is None or lease.owner != owner:
+        lease = self.find(owner, lease_id)
+        if lease is None:
             raise self.unknown(lease_id)
         return lease
+
+    def find(self, owner: int, lease_id: int) -> Lease | None:
+        """An owner's own lease, if it has it."""
+        return self._by_id.get((owner, lease_id))
 
     def unknown(self, lease_id: int) -> NotFound:
         """What is said of one that is not there."""
@@ -106,7 +115,7 @@ class Leases:
     def release(self, lease: Lease) -> None:
         """End a lease."""
         self._bytes[lease.owner] -= lease.nbytes
-        del self._by_id[lease.id]
+        del self._by_id[lease.owner, lease.id]
         owned = self._by_owner[lease.owner]
         owned.discard(lease.id)
         if not owned:
@@ -134,13 +143,13 @@ class Leases:
         for boundary in gone:
             lease.space.tree.unpin(boundary)
         self._bytes[lease.owner] -= (lease.pages - pages) * lease.space.spec.page_bytes
-        lease.boundaries, lease.pages = kept, pages
+        lease.boundaries, lease.pages, lease.shortened = kept, pages, True
         if not kept:
             self.release(lease)
 
     def release_owner(self, owner: int) -> int:
         """End all leases of an owner. Returns how many there were."""
-        owned = [self._by_id[i] for i in self._by_owner.get(owner, ())]
+        owned = [self._by_id[owner, i] for i in self._by_owner.get(owner, ())]
         for lease in owned:
             self.release(lease)
         return len(owned)

@@ -178,12 +178,14 @@ class Matching:
             self._leases.release(lease)
 
     def base_path(self, owner: int, space: Space, base: int) -> Path:
-        """The path of a lease that others build on; empty for 0. Raises NotFound if the owner has no such lease there."""
+        """The path of a lease that others build on; empty for 0. Raises NotFound if the owner has no such lease there, all of it."""
         if not base:
             return EMPTY_PATH
         lease = self._leases.get(owner, base)
         if lease.space is not space or space.spec.flat:
             raise NotFound(f"lease {base} does not exist in this namespace")
+        if lease.shortened:
+            raise NotFound(f"a page of lease {base} was lost, its bytes did not verify: match again")
         return space.tree.path_to(space.tree.pages.find_key(lease.boundaries[0]))
 
 

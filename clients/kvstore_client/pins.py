@@ -1,0 +1,57 @@
+"""Making a pin so that it is made once, however often it has to be asked for, and not at all if its number is never heard of."""
+
+import asyncio
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+from kvstore.api.wire import ConnectionLost, DeadlineExceeded, FrameType, KVStoreError, ProtocolError
+from kvstore.api.wire.messages import Empty, Pinned, Prefix
+from kvstore_client.connection import Connection
+
+if TYPE_CHECKING:
+    from kvstore_client.client import AsyncClient
+
+_UNPIN_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+async def pin_once(client: "AsyncClient", message: Prefix, payload: bytes | memoryview, timeout: float | None) -> Pinned:
+    """Make a pin, under a number that is chosen here: to ask again where a connection breaks is harmless.
+
+    An error after which the pin may have been made all the same has it ended.
+    """
+    message.handle = secrets.randbits(62) + 1
+    over: list[Connection] = []
+
+    async def attempt() -> Pinned:
+        over.append(await client.for_requests())
+        return (await over[-1].call(FrameType.PIN, message, Pinned, payload))[0]
+
+    try:
+        async with client.deadline(timeout):
+            return await client.pool.retry(attempt)
+    except BaseException as error:
+        if len(over) > 1 or (over and not _refused(error)):
+            client.owe(_unpin(client, message, over[-1]))
+        raise
+
+
+def _refused(error: BaseException) -> bool:
+    """Whether it is the daemon's answer."""
+    return isinstance(error, KVStoreError) and not isinstance(error, ConnectionLost | DeadlineExceeded | ProtocolError)
+
+
+async def _unpin(client: "AsyncClient", message: Prefix, over: Connection) -> None:
+    """End what may be pinned: behind the request that asked for it, which may be under way still, as long as that connection works."""
+    end = Pinned(namespace=message.namespace, pin=message.handle)
+
+    async def attempt() -> None:
+        connection = over if over.lost is None else await client.pool.for_requests()
+        await connection.call(FrameType.UNPIN, end, Empty)
+
+    try:
+        async with asyncio.timeout(_UNPIN_S):
+            await client.pool.retry(attempt)
+    except (KVStoreError, TimeoutError) as error:
+        _log.debug("pin %d is over by now, or lasts for its time: %s", message.handle, error)
