@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.api.wire import PartRange
 from kvstore_client import session, streams
@@ -102,8 +103,8 @@ class Session:
         return self.inner.pages
 
     @property
-    def tokens(self) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
-        """All tokens so far."""
+    def tokens(self) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint8]:
+        """All tokens so far; where pages are labelled with digests, the bytes of those."""
         return self.inner.tokens
 
     @property

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.api.wire import BadRequest, Ended, Hints, KVStoreError, NotFound, PartRange
 from kvstore_client.estimate import Costs, Estimate
@@ -78,9 +79,10 @@ class Session:
         return self._match.estimate if self._match is not None else None
 
     @property
-    def tokens(self) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
-        """All tokens so far."""
-        return np.frombuffer(bytes(self._tokens), np.uint32)
+    def tokens(self) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint8]:
+        """All tokens so far; where pages are labelled with digests, the bytes of those."""
+        told = bytes(self._tokens)
+        return np.frombuffer(told, np.uint8) if self.namespace.spec.hash_bytes else np.frombuffer(told, np.uint32)
 
     async def extend(self, tokens: Tokens) -> int:
         """The conversation goes on with these tokens. Moves the cursor as far as the store knows it; returns its pages.

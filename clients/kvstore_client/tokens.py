@@ -31,7 +31,7 @@ def _digest_view(digests: Tokens, width: int) -> memoryview:
         digests = b"".join(digests)
     if isinstance(digests, np.ndarray):
         rows = digests.dtype == np.uint8 and digests.ndim == 2 and digests.shape[1] == width
-        fine = rows or (digests.ndim == 1 and digests.dtype in (np.uint8, np.uint32))
+        fine = rows or (digests.ndim == 1 and digests.dtype == np.uint8)
         given = f"a {digests.ndim}-d array of {digests.dtype}"
     else:
         fine, given = isinstance(digests, bytes | bytearray | memoryview), f"a {type(digests).__name__}"

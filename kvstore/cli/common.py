@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # imported where they are needed: commands that need neither 
 DEFAULT_HTTP = "http://127.0.0.1:7420"
 DEFAULT_DATA = "127.0.0.1:7421"
 _PIPED_WIDTH = 10_000
+_TEXT = b"0123456789+-,[] \t\r\n"
+"""What lists of numbers are written with. As raw numbers, four such bytes would be more than 150 million: no token id."""
 
 P = ParamSpec("P")
 
@@ -45,7 +47,7 @@ TokensOption = Annotated[
     typer.Option(
         "--tokens",
         "-t",
-        help="Token ids: 1,2,3 or @FILE (.npy, .txt with numbers, or raw uint32 little-endian), or - for numbers on standard input.",
+        help="Token ids: 1,2,3 or @FILE (.npy, numbers as text, or raw uint32 little-endian), or - for numbers on standard input.",
     ),
 ]
 
@@ -153,7 +155,7 @@ def table_console() -> "Console":
 
 
 def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
-    """Tokens as given on the command line. Raises BadRequest."""
+    """Tokens as given on the command line; where pages are labelled with digests those, as words. Pass on its `data`. Raises BadRequest."""
     import numpy as np
 
     try:
@@ -169,6 +171,8 @@ def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
                     raise ValueError(f"a {loaded.ndim}-d array of {loaded.dtype}, not a 1-d array of integers")
                 return np.array(loaded.tolist(), np.uint32)
             raw = path.read_bytes()
+            if not raw.translate(None, _TEXT):
+                return _numbers(raw.decode())
             if len(raw) % 4:
                 raise ValueError(f"{len(raw)} bytes are not a whole number of uint32")
             return np.frombuffer(raw, "<u4").astype(np.uint32)
@@ -191,10 +195,10 @@ def load_npy(path: Path) -> "npt.NDArray[Any]":
 
 
 def _numbers(text: str) -> "npt.NDArray[np.uint32]":
-    """Token ids between commas or white space."""
+    """Token ids between commas, brackets or white space."""
     import numpy as np
 
-    parts = text.replace(",", " ").split()
+    parts = text.translate(str.maketrans(",[]", "   ")).split()
     if not parts:
         raise ValueError("there are none")
     return np.array([int(part) for part in parts], np.uint32)

@@ -63,7 +63,7 @@ def put(
             check_size(space.spec, pages - first_page, len(content))
         parts = all_parts(space.spec)
         started = time.perf_counter()
-        done = space.put(ids[: pages * words], content, first_page=first_page, parts=parts, durable=durable)
+        done = space.put(ids[: pages * words].data, content, first_page=first_page, parts=parts, durable=durable)
         seconds = time.perf_counter() - started
     if as_json:
         print_json({"new_pages": done.new_pages, "existing_pages": done.existing_pages, "bytes": len(content), "seconds": seconds})
@@ -98,7 +98,7 @@ def get(
     ids = parse_tokens(tokens)
     with connect(endpoint) as client:
         space = client.namespace(namespace)
-        with space.match(ids) as match:
+        with space.match(ids.data) as match:
             if not match.pages:
                 raise NotFound(f"no page of this prefix is in {namespace}")
             started = time.perf_counter()
@@ -137,7 +137,7 @@ def match(
     costs = Costs(prefill_us, prefill_ns_per_position)
     with connect(endpoint) as client:
         space = client.namespace(namespace)
-        found = space.match(ids, lease_s=0, estimate=costs if estimate or costs != Costs() else False)
+        found = space.match(ids.data, lease_s=0, estimate=costs if estimate or costs != Costs() else False)
         pages, matched, in_dram, asked = found.pages, found.tokens, found.dram_pages, asked_tokens(space.spec, ids)
     if as_json:
         told = {} if found.estimate is None else {"estimate": asdict(found.estimate)}

@@ -25,7 +25,7 @@ def prefetch(
     namespace: NamespaceArgument, tokens: TokensOption, endpoint: EndpointOption = DEFAULT_DATA, as_json: JsonOption = False
 ) -> None:
     """Bring a prefix from SSD into DRAM, as far as there is room. Exit code 1 if nothing of it is there, 2 for an error."""
-    ids = parse_tokens(tokens)
+    ids = parse_tokens(tokens).data
     with connect(endpoint) as client:
         space = client.namespace(namespace)
         blobs = space.prefetch(ids)
@@ -50,7 +50,7 @@ def pin(
     """Keep a prefix from being evicted for some time. Exit code 1 if nothing of it is there, 2 for an error."""
     if not ttl > 0:
         raise BadRequest(f"--ttl is {ttl:g}: give the seconds that it lasts, more than 0")
-    ids = parse_tokens(tokens)
+    ids = parse_tokens(tokens).data
     with connect(endpoint) as client:
         number, pages = client.namespace(namespace).pin(ids, ttl)
     if as_json:
@@ -90,7 +90,7 @@ def abandon(
     """
     if bool(tokens) == bool(session) or (session and from_token):
         raise BadRequest("say what to abandon: either --tokens, and perhaps --from-token, or --session")
-    ids = parse_tokens(tokens) if tokens else None
+    ids = parse_tokens(tokens).data if tokens else None
     with connect(endpoint) as client:
         space = client.namespace(namespace)
         pages = space.abandon(ids, from_token=from_token) if ids is not None else space.abandon_session(session)
@@ -106,7 +106,7 @@ def delete(
     as_json: JsonOption = False,
 ) -> None:
     """Delete a prefix and all that hangs from it, on every tier. Exit code 1 if nothing of it is there, 2 for an error."""
-    ids = parse_tokens(tokens)
+    ids = parse_tokens(tokens).data
     with connect(endpoint) as client:
         pages = client.namespace(namespace).delete(ids, from_token=from_token)
     _print_affected(pages, "deleted", as_json)

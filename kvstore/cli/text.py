@@ -46,7 +46,7 @@ def recipes(
         space = client.namespace(namespace)
         deleted = 0
         if delete:
-            deleted = space.delete_recipes(parse_tokens(tokens) if tokens else None, from_token=from_token if tokens else None)
+            deleted = space.delete_recipes(parse_tokens(tokens).data if tokens else None, from_token=from_token if tokens else None)
         count, nbytes = space.recipes()
     if as_json:
         print_json({"recipes": count, "bytes": nbytes} | ({"deleted": deleted} if delete else {}))
@@ -67,7 +67,7 @@ def drop(
     Exit code 1 if nothing of it is there, 2 for an error; pages without a recipe are refused.
     """
     with connect(endpoint) as client:
-        pages = client.namespace(namespace).drop_to_text(parse_tokens(tokens), from_token=from_token)
+        pages = client.namespace(namespace).drop_to_text(parse_tokens(tokens).data, from_token=from_token)
     if as_json:
         print_json({"dropped_pages": pages})
     else:
@@ -93,7 +93,7 @@ def rebuild(
     """
     if from_token and not check:
         raise BadRequest("--from-token goes with --check: what is missing is computed from the first missing page on")
-    ids = parse_tokens(tokens)
+    ids = parse_tokens(tokens).data
     deadline = time.monotonic() + wait
     with connect(endpoint) as client:
         space = client.namespace(namespace)

@@ -312,7 +312,9 @@ class Store:
         found = self._spaces.by_id(tenant, name_or_id) or self._spaces.by_name(tenant, name_or_id)
         if found is not None:
             return found
-        raise UnknownNamespace(f"no namespace {name_or_id!r}; create it first")
+        raise UnknownNamespace(
+            f"there is no namespace {name_or_id!r}: `kvstore ns list` shows those that there are, `kvstore ns create` makes one"
+        )
 
     # --- reading -------------------------------------------------------------------------------------------------------
 

@@ -44,5 +44,7 @@ def test_pages_that_are_labelled_with_digests(daemon: DaemonProcess, tmp_path: P
     assert as_json(kvstore(daemon, "get", "cli-digests", *labels, "-o", str(tmp_path / "out"), "--json"))["pages"] == 2
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
     assert kvstore(daemon, "match", "cli-digests", *labels).stdout.startswith("128 of 128 tokens: 2 pages")
+    assert as_json(kvstore(daemon, "pin", "cli-digests", *labels, "--ttl", "1", "--json"))["pages"] == 2
+    assert as_json(kvstore(daemon, "prefetch", "cli-digests", *labels, "--json"))["pages"] == 2
     done = kvstore(daemon, "put", "cli-digests", "-t", "1,2,3", "-d", str(tmp_path / "in"))
     assert "3 tokens do not fill the digest of a page, which is 4 such numbers" in done.stderr

@@ -42,6 +42,13 @@ def test_a_namespace_is_shown_in_rows_that_fit_a_screen(daemon: DaemonProcess) -
     assert max(map(len, shown.splitlines())) < 100
 
 
+@pytest.mark.parametrize("command", [("ns", "show", "nope"), ("ns", "drop", "nope", "--yes"), ("match", "nope", "-t", "1,2,3,4")])
+def test_a_namespace_that_is_not_there_is_said_so(daemon: DaemonProcess, command: tuple[str, ...]) -> None:
+    done = kvstore(daemon, *command)
+    assert done.returncode == 2
+    assert "there is no namespace 'nope': `kvstore ns list` shows those that there are, `kvstore ns create` makes one" in done.stderr
+
+
 def test_a_stopped_store_is_found_by_the_configuration_of_its_daemon(data_dir: Path) -> None:
     with DaemonProcess(data_dir, "--dram", "16MiB", "--ssd", "64MiB") as daemon, Client(daemon.endpoint) as client:
         open_namespace(client).put(context(1), content(context(1)), durable=True)

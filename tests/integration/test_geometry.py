@@ -222,6 +222,10 @@ async def test_pages_named_by_an_engines_digests(daemon: DaemonProcess, tmp_path
                 assert np.array_equal(out, data[: match.pages])
                 with pytest.raises(Conflict):
                     await namespace.delete(digests[0])
+            if not flat:
+                async with namespace.session() as session:
+                    assert await session.extend(digests[:2]) == 2
+                    assert (await namespace.match(session.tokens, lease_s=0)).pages == 2, "what a session tells of is what a match takes"
             from_the_third = await namespace.match(b"".join(digests[2:]), lease_s=0)
             assert from_the_third.pages == (4 if flat else 0)
             await namespace.delete(digests[3] if flat else b"".join(digests[:4]), from_page=0 if flat else 3)
