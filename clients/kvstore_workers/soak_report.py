@@ -1,5 +1,6 @@
 """The soak's figures: what is sampled, when it counts as flat, and the table at the end. Pure but for reading /proc and files."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ class Measure:
 MEASURES = (
     Measure("anonymous memory", _MIB, 0.10, 12 * _MIB),
     Measure("segments' memory", _MIB, 0.05, 4 * _MIB),
+    Measure("lent memory", _MIB, 0.25, 20 * _MIB),
     Measure("descriptors", 1, 0.0, 6),
     Measure("tasks", 1, 0.0, 30),
     Measure("segments", 1, 0.0, 2),
@@ -30,7 +32,7 @@ MEASURES = (
     Measure("journal file", _MIB, 0.05, 1 * _MIB),
     Measure("blobs file", _MIB, 0.05, 8 * _MIB),
 )
-"""Segments are made and given back as sizes compete; leases, tasks and descriptors follow the clients of the moment."""
+"""Segments are made and given back as sizes compete; lent memory, leases, tasks and descriptors follow the clients of the moment."""
 
 Sample = dict[str, float]
 
@@ -38,9 +40,11 @@ Sample = dict[str, float]
 def take_sample(stat: Any, pid: int, data_dir: Path) -> Sample:
     """All measures of a daemon now, in bytes or counts. RSS of mapped files is left out: it is the page cache's."""
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+    shared = _shared_memory(pid)
     return {
         "anonymous memory": int(status["RssAnon"].split()[0]) * 1024,
-        "segments' memory": int(status["RssShmem"].split()[0]) * 1024,
+        "segments' memory": shared["kvstore-segment"],
+        "lent memory": shared["kvstore-buffer"],
         "descriptors": stat["descriptors"],
         "tasks": stat["tasks"],
         "segments": stat["dram_segments"]["count"],
@@ -48,6 +52,19 @@ def take_sample(stat: Any, pid: int, data_dir: Path) -> Sample:
         "journal file": (data_dir / "journal" / "data.mdb").stat().st_size,
         "blobs file": (data_dir / "blobs" / "data.mdb").stat().st_size,
     }
+
+
+def _shared_memory(pid: int) -> Counter[str]:
+    """Bytes that a process has of memory files, by their names: of its own segments, and of what its clients lend it."""
+    found: Counter[str] = Counter()
+    name = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        first, *others = line.split()
+        if not first.endswith(":"):  # a map begins
+            name = others[4].removeprefix("/memfd:") if len(others) > 4 else ""
+        elif first == "Rss:":
+            found[name] += int(others[0]) * 1024
+    return found
 
 
 @dataclass(frozen=True, slots=True)
