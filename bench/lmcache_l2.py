@@ -62,6 +62,8 @@ def valkey(folder: Path, server: str) -> Iterator[dict[str, Any]]:
                 break
             except OSError:
                 time.sleep(0.05)
+        else:
+            raise TimeoutError(f"{server} does not listen on port {port}")
         yield {"type": "resp", "host": "127.0.0.1", "port": port}
     finally:
         process.kill()
