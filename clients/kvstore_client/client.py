@@ -21,8 +21,9 @@ from kvstore.api.wire.messages import (
 )
 from kvstore_client.arguments import ADDRESSES, BOUND, ENDPOINT, FLAG, TEXT, TIMEOUT, TLS, WHOLE, checked, instance
 from kvstore_client.buffers import Buffers, SharedBuffer
-from kvstore_client.connection import Connection, tls_for
+from kvstore_client.connection import Connection
 from kvstore_client.direct import current
+from kvstore_client.endpoints import tls_for
 from kvstore_client.estimate import Costs
 from kvstore_client.links import Link
 from kvstore_client.namespace import Namespace

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
 import time
@@ -14,7 +13,6 @@ from typing import Any, TypeVar
 from kvstore.api.wire import (
     PROTOCOL_VERSION,
     SLICES_META,
-    BadRequest,
     Busy,
     Channel,
     ConnectionLost,
@@ -22,7 +20,6 @@ from kvstore.api.wire import (
     Header,
     KVStoreError,
     TlsChannel,
-    client_context,
     encode,
     pack,
     unpack,
@@ -34,6 +31,7 @@ from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore.api.wire.spin import Spin, spin_s
 from kvstore.api.wire.writing import Bulk
 from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, cut_off, fetch_request, without_a_word
+from kvstore_client.endpoints import new_socket, parse_endpoint, reason_of
 from kvstore_client.plan import FetchPlan
 from kvstore_client.progress import bytes_received
 from kvstore_client.stripes import Stripe
@@ -41,7 +39,6 @@ from kvstore_client.waiting import Patience
 
 M = TypeVar("M", bound=Message)
 
-TLS_SCHEME = "tls://"
 _HANDSHAKE_S = 10.0
 _STALLED_S = 0.1
 """A cancelled fetch does not wait for a frame of which nothing has come for so long."""
@@ -66,41 +63,6 @@ class Unanswered:
     def said(self, reply: type[M]) -> M | None:
         """What was said so far, if anything. Raises an error that came."""
         return unpack(reply, self.call.done.result()[1]) if self.call.done.done() else None
-
-
-def tls_for(endpoint: str, tls: ssl.SSLContext | bool | None) -> ssl.SSLContext | None:
-    """The context for an endpoint: one that was given, or the default one if `tls` or the endpoint asks for it. Raises BadRequest."""
-    if not tls and not endpoint.startswith(TLS_SCHEME):
-        return None
-    if endpoint.startswith("unix:"):
-        raise BadRequest(f"there is no TLS on a Unix socket ({endpoint}): its file's permissions guard it")
-    return tls if isinstance(tls, ssl.SSLContext) else client_context(os.environ.get("KVSTORE_TLS_CA"))
-
-
-def parse_endpoint(endpoint: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
-    """`host:port`, `tls://host:port`, `[v6]:port` or `unix:PATH` as a socket family and address. Raises BadRequest."""
-    if endpoint.startswith("unix:"):
-        return socket.AF_UNIX, endpoint[5:]
-    host, colon, port = endpoint.removeprefix(TLS_SCHEME).rpartition(":")
-    if "/" in host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
-        raise BadRequest(f"endpoint {endpoint!r} is neither HOST:PORT, tls://HOST:PORT nor unix:PATH of a data plane")
-    host = host.strip("[]") or "127.0.0.1"
-    return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
-
-
-def new_socket(family: socket.AddressFamily, endpoint: str) -> socket.socket:
-    """A socket, not connected. Raises ConnectionLost if there is no descriptor for it."""
-    try:
-        return socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConnectionLost(f"can't connect to {endpoint}: there is no socket to be had ({reason_of(error)}; see `ulimit -n`)") from error
-
-
-def reason_of(error: OSError) -> str:
-    """Why a connection could not be made, in the system's words."""
-    if isinstance(error, socket.gaierror):
-        return error.strerror or str(error)
-    return os.strerror(error.errno) if error.errno else str(error)
 
 
 class Connection(Answers[asyncio.Future[Frame]]):

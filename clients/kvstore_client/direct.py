@@ -18,7 +18,7 @@ from kvstore.api.wire.blocking import BlockingChannel
 from kvstore.api.wire.eager import at_once
 from kvstore.api.wire.messages import Empty, Fetched, Hello, Message
 from kvstore_client.answers import Answers, Call, Slot, fetch_request
-from kvstore_client.connection import parse_endpoint
+from kvstore_client.endpoints import parse_endpoint
 from kvstore_client.plan import FetchPlan
 from kvstore_client.spent import having_spent
 from kvstore_client.stripes import Stripe

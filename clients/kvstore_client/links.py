@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.api.wire import BadRequest, ConnectionLost
-from kvstore_client.connection import new_socket, parse_endpoint, reason_of
 from kvstore_client.dealing import Rate
+from kvstore_client.endpoints import new_socket, parse_endpoint, reason_of
 
 DIAL_S = 2.0
 """How long a link may take to connect, where there are others."""

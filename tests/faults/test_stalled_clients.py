@@ -10,7 +10,7 @@ import numpy as np
 from kvstore.api.wire import FrameType, Run, encode, pack, pack_runs, unpack
 from kvstore.api.wire.messages import FetchRequest, Matched, MatchRequest
 from kvstore_client import Client
-from kvstore_client.connection import parse_endpoint
+from kvstore_client.endpoints import parse_endpoint
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.faults.baseline import Held, rss_bytes, wait_for_baseline
 from tests.faults.conftest import Faulty, serves

@@ -20,7 +20,7 @@ from kvstore.api.wire.frames import HEADER_BYTES
 from kvstore.api.wire.messages import Empty, ErrorReply, Hello, Message, Welcome
 from kvstore.errors import BY_CODE, ProtocolError
 from kvstore_client import Client, KVStoreError
-from kvstore_client.connection import parse_endpoint
+from kvstore_client.endpoints import parse_endpoint
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.faults.baseline import Held, nothing_left, rss_bytes, wait_for_baseline
 from tests.fuzz import grammar

@@ -11,7 +11,7 @@ from typing import Any
 from kvstore.api.wire import PROTOCOL_VERSION, FrameType, Header, decode_header, encode, pack, unpack
 from kvstore.api.wire.frames import HEADER_BYTES
 from kvstore.api.wire.messages import Empty, ErrorReply, Hello, Message, Welcome
-from kvstore_client.connection import parse_endpoint
+from kvstore_client.endpoints import parse_endpoint
 
 
 class RawClient:
