@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from kvstore.api.wire import MAX_DATA_PAYLOAD
 from kvstore_client.blocks import Block, Item, blocks_of
 from kvstore_client.linked import LINK_STRIPE
-from kvstore_client.near import NearBlob, copy_near
+from kvstore_client.near import NearBlob
+from kvstore_client.near_copy import copy_near
 from kvstore_client.plan import INTERACTIVE_BYTES, FetchPlan, Priority
 from kvstore_client.transfer import Progress, fetch_striped
 
@@ -59,7 +60,7 @@ async def fetch_blocks(
         blobs = await near_blobs(match, items)
         if blobs:
             started = time.perf_counter()
-            left = blocks_of(await copy_near(blobs, items, target, arrivals.near))
+            left = blocks_of(await copy_near(blobs, items, target, arrivals.near, client.same_host.helper))
             client.same_host.copied.add(arrivals.near_bytes, time.perf_counter() - started)
             progress = arrivals.far
     if left:

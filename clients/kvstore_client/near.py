@@ -1,28 +1,23 @@
-"""Bytes out of shared memory: what was found where, copied and verified. No sockets here.
+"""Bytes out of shared memory: what was found where, copied and verified. No sockets and no threads here.
 
 A copy counts only if, after it was made, every whole slice in it has the digest that the blob's id vouches for, and the slot
 still has the generation that came with its place: then nobody wrote there meanwhile. Parts of slices are verified as slices
 where they lie, before they are copied; for them the generation says that what was verified is what was copied.
 """
 
-import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from kvstore.api.wire import DIGEST_BYTES, NotFound, Piece, SliceLayout, blob_id, slice_digest
+from kvstore.api.wire import DIGEST_BYTES, NotFound, SliceLayout, blob_id, slice_digest
 from kvstore.api.wire.same_host import Place
 from kvstore_client.blocks import Item
-from kvstore_client.direct import current
 from kvstore_client.same_host import MappedSegment
 
 _UNIT = 1 << 20
 """Bytes copied and then hashed at a time: they are still in the cache, and the C library copies less than this far slower."""
-_BREATH_BYTES = 4 << 20
-"""So much is copied before others on the loop get a turn."""
 
 _FENCE = threading.Lock()
 
@@ -76,65 +71,53 @@ class NearBlob:
 
     def copy(self, item: Item, target: Bytes) -> None:
         """Copy an item into its place in the caller's buffer, verified. Raises NotFound."""
-        for _ in self.steps(item, target):
-            pass
-
-    def steps(self, item: Item, target: Bytes) -> Iterator[int]:
-        """As `copy`, in steps, each of some bytes. Nothing counts before the last one is done."""
         self.digests()
+        for first, last in portions(item):
+            self.copy_portion(item, first, last, target)
+        self.confirm()
+
+    def copy_portion(self, item: Item, first: int, last: int, target: Bytes) -> None:
+        """Copy the pieces [first, last) of an item. It counts once all of it is copied and `confirm` raises nothing. Raises NotFound."""
+        if item.run.segments > 1:
+            self._copy_segments(item, target)
+            return
+        pieces, shift = item.pieces[first:last], item.target - item.run.offset
+        for piece in pieces:
+            if not piece.whole:
+                self.check_slice(piece.slice)
+        start, end = pieces[0].offset, pieces[-1].offset + pieces[-1].size
+        np.copyto(target[start + shift : end + shift], self.stored[start:end])
+        for piece in pieces:
+            if piece.whole:
+                at = piece.offset + shift
+                self.check(piece.slice, target[at : at + piece.size])
+
+    def _copy_segments(self, item: Item, target: Bytes) -> None:
         run = item.run
-        if run.segments > 1:
-            for index in dict.fromkeys(piece.slice for piece in item.pieces):
-                self.check_slice(index)
-            last = run.offset + (run.segments - 1) * run.stride + run.length
-            shape = (run.segments, run.length)
-            source = as_strided(self.stored[run.offset : last], shape, (run.stride, 1), writeable=False)
-            end = item.target + (run.segments - 1) * item.target_stride + run.length
-            np.copyto(as_strided(target[item.target : end], shape, (item.target_stride, 1)), source)
-            yield run.segments * run.length
-        else:
-            yield from self._copy_pieces(item.pieces, item.target - run.offset, target)
+        for index in dict.fromkeys(piece.slice for piece in item.pieces):
+            self.check_slice(index)
+        last = run.offset + (run.segments - 1) * run.stride + run.length
+        shape = (run.segments, run.length)
+        source = as_strided(self.stored[run.offset : last], shape, (run.stride, 1), writeable=False)
+        end = item.target + (run.segments - 1) * item.target_stride + run.length
+        np.copyto(as_strided(target[item.target : end], shape, (item.target_stride, 1)), source)
+
+    def confirm(self) -> None:
+        """Raise NotFound unless the slot still is the blob's, so that it was as long as something was read from it."""
         with _FENCE:  # what was copied is read before the generation is, on processors that reorder reads too
             pass
         if not self.there:
             raise self.gone()
 
-    def _copy_pieces(self, pieces: Sequence[Piece], shift: int, target: Bytes) -> Iterator[int]:
-        """Adjacent pieces, which go to where they lie in the blob and `shift` further."""
-        first = 0
-        for index, piece in enumerate(pieces):
-            start, end = pieces[first].offset, piece.offset + piece.size
-            if end - start < _UNIT and index + 1 < len(pieces):
-                continue
-            for part in pieces[first : index + 1]:
-                if not part.whole:
-                    self.check_slice(part.slice)
-            np.copyto(target[start + shift : end + shift], self.stored[start:end])
-            for part in pieces[first : index + 1]:
-                if part.whole:
-                    at = part.offset + shift
-                    self.check(part.slice, target[at : at + part.size])
-            first = index + 1
-            yield end - start
 
-
-async def copy_near(blobs: dict[bytes, NearBlob], items: Sequence[Item], target: memoryview, arrived: Callable[[Item], None]) -> list[Item]:
-    """Copy what of the items is near. Returns the others, in order: what is not there, and what turned out to have gone."""
-    out, left, breath = np.frombuffer(target, np.uint8), list[Item](), 0
-    for item in items:
-        near = blobs.get(item.blob)
-        if near is None:
-            left.append(item)
-            continue
-        try:
-            for nbytes in near.steps(item, out):
-                breath += nbytes
-                if breath >= _BREATH_BYTES and current() is None:
-                    breath = 0
-                    await asyncio.sleep(0)
-        except NotFound:
-            del blobs[item.blob]
-            left.append(item)
-            continue
-        arrived(item)
-    return left
+def portions(item: Item) -> list[tuple[int, int]]:
+    """The pieces of an item as ranges of about a MiB or more, each to be copied at once; those of a strided run are copied all at once."""
+    if item.nbytes <= _UNIT or item.run.segments > 1:
+        return [(0, len(item.pieces))]
+    found, first, nbytes = [], 0, 0
+    for index, piece in enumerate(item.pieces, 1):
+        nbytes += piece.size
+        if nbytes >= _UNIT or index == len(item.pieces):
+            found.append((first, index))
+            first, nbytes = index, 0
+    return found

@@ -17,6 +17,7 @@ from kvstore.api.wire.same_host import MAX_SEGMENTS, RETIRED, Place, SegmentList
 from kvstore.memfds import map_memfd, prefault
 from kvstore_client.connection import Connection
 from kvstore_client.direct import Elsewhere, current
+from kvstore_client.helper import Helper
 
 if TYPE_CHECKING:
     from kvstore_client.pool import Pool
@@ -87,6 +88,7 @@ class SameHost:
 
     def __init__(self, pool: "Pool", *, wanted: bool) -> None:
         self.copied = Copied()
+        self.helper = Helper()
         self.endpoint = ""
         """Of the daemon's Unix socket, once it was reached."""
         self._pool = pool
@@ -112,6 +114,7 @@ class SameHost:
             await self._connection.close()
             self._connection = None
         self._forget_all()
+        self.helper.close()
 
     def drop(self) -> None:
         """As `close`, where the event loop of the connection does not run any more."""
@@ -119,6 +122,7 @@ class SameHost:
             self._connection.drop()
             self._connection = None
         self._forget_all()
+        self.helper.close()
 
     @property
     def now(self) -> Connection | None:
