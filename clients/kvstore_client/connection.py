@@ -26,7 +26,8 @@ from kvstore.api.wire import (
 )
 from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.eager import Begun, begin
-from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseRequest, Matched, Message, PutHandle, PutReady
+from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseRequest, Matched, Message
+from kvstore.api.wire.put_messages import PutHandle, PutReady
 from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore.api.wire.spin import Spin, spin_s
 from kvstore.api.wire.writing import Bulk

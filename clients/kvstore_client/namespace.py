@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore.api.wire import DIGEST_BYTES, BadRequest, FrameType, Hints, KVSpec, PartRange
-from kvstore.api.wire.messages import Committed, Empty, Matched, MatchRequest, NamespaceInfo, NamespaceName, PutStart
+from kvstore.api.wire.messages import Empty, Matched, MatchRequest, NamespaceInfo, NamespaceName
+from kvstore.api.wire.put_messages import Committed, PutStart
 from kvstore_client.arguments import FLAG, PUT_ID, checked, instance, writable
 from kvstore_client.blocks import PageShape
 from kvstore_client.convert import hints_meta, part_list, part_runs

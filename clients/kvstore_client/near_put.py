@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.api.wire import BadRequest, Busy, Forbidden, FrameType, slice_digest
-from kvstore.api.wire.messages import Committed, Empty, PutStart
+from kvstore.api.wire.messages import Empty
+from kvstore.api.wire.put_messages import Committed, PutStart
 from kvstore.api.wire.same_host import CopiedPart, Copy, pack_copies
 from kvstore_client.buffers import STAGE_BYTES, Place
 from kvstore_client.connection import Connection, Request

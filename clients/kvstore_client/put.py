@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, Busy, FrameType, KVSpec, PartRange
-from kvstore.api.wire.messages import Committed, PutReady, PutStart
+from kvstore.api.wire.put_messages import Committed, PutReady, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, near_frame_bytes, put_near, put_near_at_once

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvstore.api.wire import BadRequest, KVSpec, PartRange
-from kvstore.api.wire.messages import Committed, PutStart
+from kvstore.api.wire.put_messages import Committed, PutStart
 from kvstore_client.convert import part_list
 from kvstore_client.lists import LIST_PAGES, HowFar
 from kvstore_client.pool import Pool

@@ -20,7 +20,8 @@ from kvstore.api.wire import (
     PartRange,
     pack_provisional,
 )
-from kvstore.api.wire.messages import Committed, Empty, Follow, FollowedPut, FollowedPuts, HintsMeta, Outcome, PutReady, PutStart
+from kvstore.api.wire.messages import Empty, HintsMeta
+from kvstore.api.wire.put_messages import Committed, Follow, FollowedPut, FollowedPuts, Outcome, PutReady, PutStart
 from kvstore_client.arguments import checked, readable, writable
 from kvstore_client.blocks import Block, PageBlobs, PageShape
 from kvstore_client.plan import FetchPlan, layer_groups, page_parts

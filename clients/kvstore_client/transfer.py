@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from kvstore.api.wire import MAX_BULK_PAYLOAD, SLICES_META, BadRequest, ConnectionLost, DeadlineExceeded, FrameType, NotFound
-from kvstore.api.wire.messages import Committed, Empty, PutHandle, PutReady, PutStart
+from kvstore.api.wire.messages import Empty
+from kvstore.api.wire.put_messages import Committed, PutHandle, PutReady, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.direct import current
 from kvstore_client.linked import fetch_linked, send_linked

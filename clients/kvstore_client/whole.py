@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from kvstore.api.wire.messages import Commit
+from kvstore.api.wire.put_messages import Commit
 from kvstore_client.times import milliseconds
 
 _SLICES_MS = 10_000

@@ -28,7 +28,8 @@ from kvstore.api.sessions import Session, Sessions
 from kvstore.api.small_fetch import fetch_small
 from kvstore.api.streaming import Asked, read_fetch, stream_fetch
 from kvstore.api.wire import PROTOCOL_VERSION, Channel, FrameType, Header, unpack, unpack_request
-from kvstore.api.wire.messages import Cancel, Commit, Hello, Message, Welcome
+from kvstore.api.wire.messages import Cancel, Hello, Message, Welcome
+from kvstore.api.wire.put_messages import Commit
 from kvstore.errors import (
     Busy,
     Cancelled,

@@ -6,7 +6,8 @@ from kvstore.api.convert import hints_of, part_list, split_tokens
 from kvstore.api.estimates import ask_of
 from kvstore.api.replies import OK, Context, Reply, matched, space_of
 from kvstore.api.wire.frames import MAX_CONTROL_PAYLOAD, MAX_META, FrameType
-from kvstore.api.wire.messages import Affected, MatchRequest, Message, NamespaceName, PartRunMeta, Prefix, PutStart, pack
+from kvstore.api.wire.messages import Affected, MatchRequest, Message, NamespaceName, PartRunMeta, Prefix, pack
+from kvstore.api.wire.put_messages import PutStart
 from kvstore.api.wire.rebuild_messages import (
     RebuildClaim,
     RebuildEnd,

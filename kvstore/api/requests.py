@@ -13,27 +13,19 @@ from kvstore.api.wire.frames import FrameType
 from kvstore.api.wire.messages import (
     Affected,
     Close,
-    Commit,
-    Committed,
     CreateNamespace,
     Empty,
-    Follow,
-    FollowedPut,
-    FollowedPuts,
     Leased,
     LeaseRequest,
     MatchRequest,
     Message,
     NamespaceList,
     NamespaceName,
-    Outcome,
     Pinned,
     Prefetched,
     Prefix,
-    PutHandle,
-    PutReady,
-    PutStart,
 )
+from kvstore.api.wire.put_messages import Commit, Committed, Follow, FollowedPut, FollowedPuts, Outcome, PutHandle, PutReady, PutStart
 from kvstore.errors import BadRequest, KVStoreError, NotFound
 from kvstore.hints import Hints
 from kvstore.kvspec import KVSpec

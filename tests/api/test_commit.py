@@ -11,7 +11,7 @@ from kvstore.api.request_tables import SLOW
 from kvstore.api.same_host import SameHostPeer
 from kvstore.api.sessions import Session
 from kvstore.api.wire.frames import FrameType
-from kvstore.api.wire.messages import Commit, Committed
+from kvstore.api.wire.put_messages import Commit, Committed
 from kvstore.digests import slice_digest
 from kvstore.errors import BadDigest
 from kvstore.store import Ack, Put, PutRequest, Space, Store

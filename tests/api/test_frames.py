@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from kvstore.api.wire import FrameType, decode_header, encode, pack, unpack
 from kvstore.api.wire.frames import HEADER_BYTES, MAX_BULK_PAYLOAD, MAX_CONTROL_PAYLOAD, MAX_META, encode_bulk
-from kvstore.api.wire.messages import CreateNamespace, Hello, MatchRequest, PutStart
+from kvstore.api.wire.messages import CreateNamespace, Hello, MatchRequest
+from kvstore.api.wire.put_messages import PutStart
 from kvstore.errors import ProtocolError
 
 

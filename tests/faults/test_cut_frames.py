@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.api.wire import FrameType, unpack
 from kvstore.api.wire.frames import HEADER_BYTES
-from kvstore.api.wire.messages import PutReady
+from kvstore.api.wire.put_messages import PutReady
 from tests.faults.baseline import Held, wait_for_baseline
 from tests.faults.conftest import Faulty
 from tests.fuzz import grammar

@@ -4,7 +4,7 @@ from typing import Any
 
 from kvstore.api.wire import SLICES_META, FrameType, slice_digest, unpack
 from kvstore.api.wire.frames import encode_bulk
-from kvstore.api.wire.messages import PutReady, PutStart
+from kvstore.api.wire.put_messages import PutReady, PutStart
 from tests.integration.pages import SPEC, content, context
 from tests.integration.raw import RawClient
 

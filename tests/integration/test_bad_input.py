@@ -8,7 +8,6 @@ import pytest
 from kvstore.api.wire import FrameType, Run, encode, pack, pack_runs, unpack
 from kvstore.api.wire.messages import (
     Cancel,
-    Commit,
     CreateNamespace,
     Empty,
     FetchRequest,
@@ -17,8 +16,8 @@ from kvstore.api.wire.messages import (
     Matched,
     MatchRequest,
     NamespaceName,
-    PutStart,
 )
+from kvstore.api.wire.put_messages import Commit, PutStart
 from kvstore_client import BadRequest, Client, Costs, NoSpace
 from kvstore_client.put import put_once
 from kvstore_client.put_layout import PutLayout

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvstore.api.wire import FrameType, slice_digest, unpack
-from kvstore.api.wire.messages import Commit, Committed, ErrorReply, PutStart
+from kvstore.api.wire.messages import ErrorReply
+from kvstore.api.wire.put_messages import Commit, Committed, PutStart
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, context, fetch_checked

@@ -9,7 +9,8 @@ import pytest
 
 from kvstore.api.wire import FrameType, encode, pack, slice_digest, unpack
 from kvstore.api.wire.frames import SLICES_META, encode_bulk
-from kvstore.api.wire.messages import Commit, Committed, ErrorReply, PutReady, PutStart
+from kvstore.api.wire.messages import ErrorReply
+from kvstore.api.wire.put_messages import Commit, Committed, PutReady, PutStart
 from kvstore_client import AsyncClient, BadRequest, Client, Component, KVSpec, NoSpace, PartRange, PutResult, Scattered
 from kvstore_client.put_flat import FLAT_BYTES, FLAT_PAGES
 from kvstore_workers.daemon_process import DaemonProcess

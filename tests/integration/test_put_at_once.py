@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.api.wire import SLICES_META, FrameType, encode, pack, unpack
-from kvstore.api.wire.messages import Commit, Committed, Follow, FollowedPuts, PutHandle, PutReady, PutStart
+from kvstore.api.wire.put_messages import Commit, Committed, Follow, FollowedPuts, PutHandle, PutReady, PutStart
 from kvstore.api.wire.writing import Bulk
 from kvstore_client import Client, Component, KVSpec, PutResult
 from kvstore_client.connection import Connection

@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 
 from kvstore.api.wire import PROTOCOL_VERSION, FrameType, pack_runs
-from kvstore.api.wire.messages import (
-    CreateNamespace,
-    ErrorReply,
-    FetchRequest,
-    Hello,
-    MatchRequest,
-    NamespaceInfo,
-    PutHandle,
-    PutReady,
-    PutStart,
-)
+from kvstore.api.wire.messages import CreateNamespace, ErrorReply, FetchRequest, Hello, MatchRequest, NamespaceInfo
 from kvstore.api.wire.messages import unpack as read
+from kvstore.api.wire.put_messages import PutHandle, PutReady, PutStart
 from kvstore.api.wire.runs import Run
 from kvstore_client import Busy, Client, DeadlineExceeded, NoSpace
 from kvstore_client.blocking import Namespace

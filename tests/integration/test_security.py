@@ -15,7 +15,6 @@ from kvstore.api.wire.messages import (
     CreateNamespace,
     Empty,
     FetchRequest,
-    Follow,
     Hello,
     LeaseRequest,
     Matched,
@@ -23,14 +22,11 @@ from kvstore.api.wire.messages import (
     Message,
     NamespaceInfo,
     NamespaceName,
-    Outcome,
     Pinned,
     Prefix,
-    PutHandle,
-    PutReady,
-    PutStart,
 )
 from kvstore.api.wire.messages import unpack as read
+from kvstore.api.wire.put_messages import Follow, Outcome, PutHandle, PutReady, PutStart
 from kvstore.kvspec import namespace_digest
 from kvstore_client import Client, Forbidden, KVStoreError, Unauthenticated, UnknownNamespace
 from kvstore_workers.daemon_process import DaemonProcess

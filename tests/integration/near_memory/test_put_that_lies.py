@@ -14,7 +14,8 @@ import pytest
 from kvstore.api.same_host import SameHost, SameHostPeer
 from kvstore.api.wire import FrameType, encode, pack, slice_digest
 from kvstore.api.wire.descriptors import DescriptorChannel
-from kvstore.api.wire.messages import Commit, Committed, Empty, PutHandle, PutReady, PutStart
+from kvstore.api.wire.messages import Empty
+from kvstore.api.wire.put_messages import Commit, Committed, PutHandle, PutReady, PutStart
 from kvstore.api.wire.same_host import Buffer, Buffered, CopiedPart, Copy, pack_copies
 from kvstore_client import BadDigest, BadRequest, Busy, ConnectionLost, KVStoreError, NotFound
 from kvstore_client.buffers import SharedBuffer
