@@ -1,9 +1,7 @@
-"""One connection to a daemon: handshake, requests in flight, and the task that reads replies."""
+"""One connection to a daemon: requests in flight, and the task that reads replies. How one comes to be is in opening.py."""
 
 import asyncio
 import contextlib
-import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -11,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvstore.api.wire import (
-    PROTOCOL_VERSION,
     SLICES_META,
     Busy,
     Channel,
@@ -19,7 +16,6 @@ from kvstore.api.wire import (
     FrameType,
     Header,
     KVStoreError,
-    TlsChannel,
     encode,
     pack,
     unpack,
@@ -28,11 +24,9 @@ from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.eager import Begun, begin
 from kvstore.api.wire.messages import Cancel, Empty, Fetched, Hello, LeaseRequest, Matched, Message
 from kvstore.api.wire.put_messages import PutHandle, PutReady
-from kvstore.api.wire.same_host import MAX_SEGMENTS
 from kvstore.api.wire.spin import Spin, spin_s
 from kvstore.api.wire.writing import Bulk
-from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, cut_off, fetch_request, without_a_word
-from kvstore_client.endpoints import new_socket, parse_endpoint, reason_of
+from kvstore_client.answers import QUIET_S, Answers, Arrived, Call, Frame, fetch_request
 from kvstore_client.plan import FetchPlan
 from kvstore_client.progress import bytes_received
 from kvstore_client.stripes import Stripe
@@ -40,7 +34,6 @@ from kvstore_client.waiting import Patience
 
 M = TypeVar("M", bound=Message)
 
-_HANDSHAKE_S = 10.0
 _STALLED_S = 0.1
 """A cancelled fetch does not wait for a frame of which nothing has come for so long."""
 _SOON_BYTES = 256 << 10
@@ -67,7 +60,7 @@ class Unanswered:
 
 
 class Connection(Answers[asyncio.Future[Frame]]):
-    """Made by `open`. Many requests may be in flight; each gets its own replies."""
+    """Made by `open_connection`. Many requests may be in flight; each gets its own replies."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel)
@@ -76,48 +69,8 @@ class Connection(Answers[asyncio.Future[Frame]]):
         self._reader: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
-    @classmethod
-    async def open(
-        cls, endpoint: str, *, session: bytes = b"", client: str = "", token: str = "", tls: ssl.SSLContext | None = None,
-        descriptors: bool = False, connected: socket.socket | None = None,
-    ) -> "Connection":  # fmt: skip
-        """Connect, unless there is a `connected` socket, and shake hands.
-
-        Over a Unix socket, with `descriptors`, file descriptors can be passed.
-        Raises ConnectionLost, Unauthenticated, Busy (over the quota), VersionMismatch or NotFound (the session is over).
-        """
-        family, address = parse_endpoint(endpoint)
-        sock = connected or new_socket(family, endpoint)
-        channel: Channel
-        if isinstance(address, str):
-            channel = DescriptorChannel(sock, MAX_SEGMENTS) if descriptors else Channel(sock)
-        else:
-            channel = Channel(sock) if tls is None else TlsChannel(sock, tls, server_name=address[0])
-        connection = cls(channel)
-        try:
-            if connected is None:
-                await asyncio.get_running_loop().sock_connect(sock, address)
-            await connection._shake_hands(Hello(versions=[PROTOCOL_VERSION], client=client, token=token, session=session))
-        except OSError as error:
-            channel.close()
-            raise ConnectionLost(
-                f"can't connect to {endpoint}: {reason_of(error)}; is a daemon there? (`kvstore serve` starts one)"
-            ) from error
-        except BaseException:
-            channel.close()
-            raise
-        return connection
-
-    async def _shake_hands(self, hello: Hello) -> None:
-        try:
-            async with asyncio.timeout(_HANDSHAKE_S):
-                await self._channel.shake_hands()
-        except TimeoutError:
-            raise ConnectionLost("no TLS handshake: does the daemon speak TLS there?") from None
-        except ConnectionLost as error:
-            if error.__cause__ is None or cut_off(error):
-                raise without_a_word("it does not speak TLS there") from error
-            raise
+    async def start(self, hello: Hello) -> None:
+        """Greet the daemon, and from then on read what it says."""
         await self._greet(hello)
         self._reader = asyncio.create_task(self._read_replies(), name="kvstore-client-reader")
 

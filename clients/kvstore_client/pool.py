@@ -14,6 +14,7 @@ from kvstore.api.wire import PROTOCOL_VERSION, BadRequest, Busy, Conflict, Conne
 from kvstore.api.wire.messages import Close, Empty, Hello
 from kvstore_client.connection import Connection
 from kvstore_client.links import DIAL_S, Link, dial, make_links
+from kvstore_client.opening import open_connection
 from kvstore_client.waiting import blame
 
 T = TypeVar("T")
@@ -246,7 +247,7 @@ class Pool:
         return Hello(versions=[PROTOCOL_VERSION], client=self._client, token=self._token, session=self.session)
 
     async def _connect(self, link: Link, session: bytes, sock: socket.socket) -> Connection:
-        return await Connection.open(link.endpoint, session=session, client=self._client, token=self._token, tls=self._tls, connected=sock)
+        return await open_connection(link.endpoint, session=session, client=self._client, token=self._token, tls=self._tls, connected=sock)
 
     @property
     def encrypted(self) -> bool:
@@ -255,7 +256,7 @@ class Pool:
 
     async def open_beside(self, endpoint: str) -> Connection:
         """A connection of this session that can carry descriptors; to our own endpoint if that is a Unix socket."""
-        return await Connection.open(self.beside(endpoint), session=self.session, client=self._client, token=self._token, descriptors=True)
+        return await open_connection(self.beside(endpoint), session=self.session, client=self._client, token=self._token, descriptors=True)
 
     def beside(self, endpoint: str) -> str:
         """Where such a connection leads to."""

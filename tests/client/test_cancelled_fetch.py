@@ -8,7 +8,7 @@ from kvstore.api.wire import DATA_META, FrameType, Piece, Run, SliceLayout, deco
 from kvstore.api.wire.frames import HEADER_BYTES, encode_bulk
 from kvstore.api.wire.messages import Welcome
 from kvstore_client.blocks import Item, blocks_of
-from kvstore_client.connection import Connection
+from kvstore_client.opening import open_connection
 from kvstore_client.plan import FetchPlan
 
 SIZE = 1 << 20
@@ -49,7 +49,7 @@ async def test_nothing_more_is_written(quiet_s: float, again: bool) -> None:
     daemon = HalfADaemon()
     async with await asyncio.start_server(daemon.serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        connection = await Connection.open(f"{host}:{port}")
+        connection = await open_connection(f"{host}:{port}")
         layout = SliceLayout((SIZE,))
         item = Item(bytes(16), layout, Run(0, 0, SIZE), (Piece(0, SIZE, 0, True),), 0, 0)
         plan, buffer = FetchPlan(blocks_of([item]), 1), bytearray(SIZE)

@@ -20,7 +20,7 @@ from kvstore.api.wire.descriptors import DescriptorChannel
 from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.same_host import SegmentList, SegmentMeta, SegmentsRequest
 from kvstore_client import AsyncClient, Busy, Client, Component, Forbidden, KVSpec, NotFound, PartRange, Unauthenticated
-from kvstore_client.connection import Connection
+from kvstore_client.opening import open_connection
 from kvstore_client.same_host import MappedSegment
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.descriptors import descriptors
@@ -183,7 +183,7 @@ async def test_ranges_and_layer_groups(daemon: DaemonProcess) -> None:
 
 async def shared_with(endpoint: str, token: str, numbers: list[int]) -> list[int]:
     """The segments that a client gets of those it asks for."""
-    connection = await Connection.open(endpoint, token=token, descriptors=True)
+    connection = await open_connection(endpoint, token=token, descriptors=True)
     found: list[int] = []
 
     def take(items: list[SegmentMeta], descriptors: list[int]) -> None:
@@ -216,7 +216,7 @@ async def test_only_the_own_tenant_gets_segments(secured: DaemonProcess) -> None
         assert set(hers) <= set(await shared_with(secured.unix_endpoint, ALICE_READS, every)), "who may only read gets them too"
         with pytest.raises(Unauthenticated):
             await shared_with(secured.unix_endpoint, "wrong-0123456789abcdef", every)
-        connection = await Connection.open(secured.endpoint, token=ALICE)  # TCP: it can't carry descriptors, and shows no credentials
+        connection = await open_connection(secured.endpoint, token=ALICE)  # TCP: it can't carry descriptors, and shows no credentials
         with pytest.raises(Forbidden):
             await connection.call(FrameType.SEGMENTS, SegmentsRequest(numbers=hers, dropped=[]), SegmentList)
         await connection.close()

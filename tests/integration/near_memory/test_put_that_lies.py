@@ -21,6 +21,7 @@ from kvstore_client import BadDigest, BadRequest, Busy, ConnectionLost, KVStoreE
 from kvstore_client.buffers import SharedBuffer
 from kvstore_client.connection import Connection
 from kvstore_client.namespace import Namespace
+from kvstore_client.opening import open_connection
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.faults.baseline import Held, wait_for_baseline
 from tests.integration.near_memory.pages import SLICE, SPEC, Bytes, copied, fetched, random_pages, tokens
@@ -78,7 +79,7 @@ def memfd(data: Bytes) -> int:
 
 
 async def by_hand(daemon: DaemonProcess, namespace: Namespace, seed: int) -> ByHand:
-    put = ByHand(await Connection.open(daemon.unix_endpoint, descriptors=True), namespace, seed)
+    put = ByHand(await open_connection(daemon.unix_endpoint, descriptors=True), namespace, seed)
     await put.begin()
     return put
 
@@ -325,7 +326,7 @@ async def test_only_memfds_are_taken(daemon: DaemonProcess, namespace: Namespace
 async def test_lent_buffers_are_bounded_and_one_descriptor_each(daemon: DaemonProcess) -> None:
     before = await asyncio.to_thread(Held.by, daemon)
     buffer = SharedBuffer(4096)
-    connections = [await Connection.open(daemon.unix_endpoint, descriptors=True) for _ in range(17)]
+    connections = [await open_connection(daemon.unix_endpoint, descriptors=True) for _ in range(17)]
     lent = Buffer(nbytes=4096)
     for connection in connections[:16]:
         for _ in range(64):
@@ -370,7 +371,7 @@ async def test_buffers_are_let_go_of_in_a_thread() -> None:
 async def test_descriptors_that_nobody_asked_for_end_the_connection(daemon: DaemonProcess) -> None:
     before = await asyncio.to_thread(Held.by, daemon)
     zeros = [os.open("/dev/zero", os.O_RDONLY) for _ in range(3)]
-    connection = await Connection.open(daemon.unix_endpoint, descriptors=True)
+    connection = await open_connection(daemon.unix_endpoint, descriptors=True)
     channel = connection._channel
     assert isinstance(channel, DescriptorChannel)
     ping = encode(FrameType.PING, 0, pack(Empty()))
