@@ -142,3 +142,59 @@ async def test_a_request_that_could_not_be_sent_leaves_nothing_unheard(daemon: D
     await cut_short(daemon.endpoint, daemon.unix_endpoint)
     gc.collect()
     assert told == []
+
+
+def test_a_client_outlives_a_restart_of_its_daemon(data_dir: Path) -> None:
+    sizes = ("--dram", "16MiB", "--ssd", "64MiB")
+    socket_path = data_dir.parent / "s"
+    first = DaemonProcess(data_dir, *sizes, "--unix-socket", str(socket_path)).wait_ready()
+    client = Client(first.unix_endpoint, timeout=30)
+    namespace = open_namespace(client)
+    namespace.put(context(1), content(context(1)), durable=True)
+    first.kill()
+    started = threading.Thread(
+        target=lambda: restarted.append(DaemonProcess(data_dir, *sizes, "--unix-socket", str(socket_path)).wait_ready())
+    )
+    restarted: list[DaemonProcess] = []
+    started.start()
+    assert namespace.match(context(1), lease_s=0).pages in (0, 4), "it may still be loading"
+    started.join()
+    assert fetch_checked(namespace, context(1)) == 4
+    namespace.put(context(2), content(context(2)))
+    client.close()
+    restarted[0].stop()
+
+
+def test_a_fetch_outlives_a_kill_of_its_daemon(data_dir: Path) -> None:
+    """Killed in the middle of the fetch, and started again: the rest comes, and every layer group is announced once."""
+    flags = ("--dram", "64MiB", "--ssd", "256MiB", "--unix-socket", str(data_dir.parent / "s"))
+    spec = KVSpec(4, (Component("full", 8, 2, 256),), group_layers=2)
+    tokens = np.arange(300 * spec.page_tokens, dtype=np.uint32)
+    data = np.random.default_rng(3).integers(0, 256, (300, 8, spec.layer_bytes(spec.whole())), dtype=np.uint8)
+    daemons = [DaemonProcess(data_dir, *flags).wait_ready()]
+    killed = threading.Event()
+
+    def kill_and_start_again() -> None:
+        killed.wait()
+        daemons[0].kill()
+        daemons.append(DaemonProcess(data_dir, *flags).wait_ready())
+
+    starting = threading.Thread(target=kill_and_start_again)
+    starting.start()
+    with Client(daemons[0].unix_endpoint, connections=2, timeout=30) as client:
+        namespace = client.namespace("long", "rev-1", spec)
+        namespace.put(tokens, data, durable=True)
+        match = namespace.match(tokens)
+        out = np.zeros_like(data)
+        told: list[tuple[int, int]] = []
+
+        def progress(done: int, total: int) -> None:
+            if done > total // 4 and not killed.is_set():
+                killed.set()
+                time.sleep(0.3)  # in the client's thread: nothing more is received before the daemon is dead
+
+        namespace.fetch(match, out, group_layers=2, on_group=lambda low, high: told.append((low, high)), progress=progress)
+        assert np.array_equal(out, data)
+        assert sorted(told) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    starting.join()
+    daemons[1].stop()
