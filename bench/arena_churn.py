@@ -209,7 +209,7 @@ class Churn:
         for page in self._pages:
             space = page.space
             row = space.rows_of(int(space.tree.path_slots(space.tree.match(np.uint32(page.token).tobytes()))[0]))[0]
-            held = await self.store.hold(space, row)
+            held = await self.store.reading.hold(space, row)
             layout = space.blobs.layout_of(row)
             for index in range(layout.count):
                 table = layout.payload_bytes + 16 * index

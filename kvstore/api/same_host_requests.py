@@ -67,7 +67,7 @@ async def _locate(context: Context, message: Locate, payload: bytes) -> Reply:
     if not message.blobs > 0 or len(payload) != message.blobs * DIGEST_BYTES:
         raise BadRequest(f"the places of {message.blobs} blobs, asked for with {len(payload)} bytes of ids")
     store, space = context.store, context.store.space(context.session.tenant, message.namespace)
-    rows = [store.find_blob(space, payload[i : i + DIGEST_BYTES]) for i in range(0, len(payload), DIGEST_BYTES)]
+    rows = [store.reading.find(space, payload[i : i + DIGEST_BYTES]) for i in range(0, len(payload), DIGEST_BYTES)]
     return Reply(FrameType.PLACES, Places(blobs=message.blobs), await store.sharing.locate(space, rows))
 
 

@@ -204,5 +204,5 @@ class Sender:
 def corrupt(store: Store, space: Space, row: int, seen: memoryview) -> NoReturn:
     """Drop a copy in DRAM that did not verify, in the memory `seen`, and say so. Raises Corrupt."""
     name = space.blobs.id_of(row).hex()
-    store.discard_bad_copy(space, row, seen)
+    store.reading.discard_bad_copy(space, row, seen)
     raise Corrupt(f"blob {name} did not verify in DRAM; that copy was dropped")

@@ -60,8 +60,8 @@ def _gather(store: Store, request: int, asked: Asked) -> Buffers | None:
     """
     if (answer := _gather_blobs(store, request, asked)) is not None:
         return answer
-    space, names, rows = asked.space, asked.names, store.find_blobs(asked.space, asked.ids).tolist()
-    stored = [view for view in store.residents(space, rows) if view is not None]
+    space, names, rows = asked.space, asked.names, store.reading.find_many(asked.space, asked.ids).tolist()
+    stored = [view for view in store.reading.residents(space, rows) if view is not None]
     if len(stored) < len(rows):
         return None
     layouts = space.blobs.layouts_of(rows)
@@ -135,8 +135,8 @@ _There = tuple[SliceLayout, list[memoryview], bytes]
 
 
 def _one(store: Store, asked: Asked) -> _There | None:
-    row = store.find_blob(asked.space, asked.ids)
-    if (view := store.resident(asked.space, row)) is None:
+    row = store.reading.find(asked.space, asked.ids)
+    if (view := store.reading.resident(asked.space, row)) is None:
         return None
     layout = asked.space.blobs.layout_of(row)
     end = layout.payload_bytes
@@ -144,9 +144,9 @@ def _one(store: Store, asked: Asked) -> _There | None:
 
 
 def _several(store: Store, asked: Asked) -> _There | None:
-    rows = store.find_blobs(asked.space, asked.ids)
+    rows = store.reading.find_many(asked.space, asked.ids)
     layout = asked.space.blobs.common_layout(rows)
-    there = store.fronts(asked.space, rows, layout) if layout is not None else None
+    there = store.reading.fronts(asked.space, rows, layout) if layout is not None else None
     return (layout, *there) if layout is not None and there is not None else None
 
 

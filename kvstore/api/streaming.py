@@ -99,14 +99,14 @@ async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
 
 async def _send_stored(connection: Peer, sender: Sender, space: Space, ids: bytes, runs: list[Alike]) -> None:
     store = connection.store
-    rows = store.find_blobs(space, ids).tolist()
+    rows = store.reading.find_many(space, ids).tolist()
     layouts = space.blobs.layouts_of(rows)
     for alike in runs:
         for layout in {id(layouts[blob]): layouts[blob] for blob in alike.blobs}.values():
             check_run(alike.run, layout)
     for row in rows:
         space.pin(row)  # before anything is awaited: a row that is let go may become another blob's
-    resident = {row: view for row, view in zip(rows, store.residents(space, rows), strict=True) if view is not None}
+    resident = {row: view for row, view in zip(rows, store.reading.residents(space, rows), strict=True) if view is not None}
     ahead = _ReadAhead(connection, space, [row for alike in runs for blob in alike.blobs if (row := rows[blob]) not in resident])
     try:
         for run, blobs in runs:
@@ -182,9 +182,9 @@ class _ReadAhead:
     def start(self) -> None:
         """Begin to bring up the next few."""
         while len(self._started) < _AHEAD and (row := next(self._rows, None)) is not None:
-            held = self._store.hold_resident(self._space, row)
+            held = self._store.reading.hold_resident(self._space, row)
             self._turns.append(turn := asyncio.Event())
-            self._started.append(held or asyncio.create_task(self._store.hold(self._space, row, turn, early=True)))
+            self._started.append(held or asyncio.create_task(self._store.reading.hold(self._space, row, turn, early=True)))
         if self._turns:
             self._turns[0].set()
 

@@ -7,22 +7,18 @@ block is in two bounded executors.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.errors import Busy, MissingParent, UnknownNamespace
 from kvstore.hints import NO_HINTS, Hints
-from kvstore.kvspec import SliceLayout
 from kvstore.radix.tree import Extras
 from kvstore.radix.values import Path
 from kvstore.store.checking.scrub import Scrubber
 from kvstore.store.clock import Clock
 from kvstore.store.dram.copies import Copies
-from kvstore.store.dram.reading import Held, Reading
+from kvstore.store.dram.reading import Reading
 from kvstore.store.dram.replacement import SSD, Replacement
 from kvstore.store.dram.residency import Residency
 from kvstore.store.dram.sharing import Sharing
@@ -174,7 +170,7 @@ class Store:
             config.durable_wait_s, lambda: self.replacement.ready(SSD),
         )  # fmt: skip
         self._residency.writeback = self._writeback
-        self._reading = Reading(
+        self.reading = Reading(
             self._arena, self._files.blobs, self._readers, self.stats, self._residency.allocate, config.put_wait_s,
             self._writeback, self.rates.reads,
         )  # fmt: skip
@@ -184,7 +180,7 @@ class Store:
         )  # fmt: skip
         self.scrubber = Scrubber(
             self._files.blobs, self._writeback, self._readers, lambda: self._spaces, self._arena.view,
-            self._reading.discard_bad_copy, self.stats, config.scrub_bytes_s,
+            self.reading.discard_bad_copy, self.stats, config.scrub_bytes_s,
         )  # fmt: skip
         self._orphans = Orphans(self._files.blobs, self._writeback, self._readers, self._writer, lambda: self._spaces, self._trash)
         self._recovery = Recovery(self._files.journal, self._writeback, self._readers, self._writer, self.stats, self._clock.not_before)
@@ -192,10 +188,10 @@ class Store:
             self._files.recipes, lambda: self._spaces, self._arena.view, self._clock.now, self.stats, config.recipe_ttl_s, self._readers
         )
         self.rebuilding = Rebuilding(self.recipes, self.stats)
-        self.prefixes = Prefixes(self._reading, self._writeback, self.pins, self.uses, self.recipes)
+        self.prefixes = Prefixes(self.reading, self._writeback, self.pins, self.uses, self.recipes)
         self._expiry = Expiry(lambda: self._spaces, self.uses, self._clock.now, self._writeback.poke)
         self.following = Following(self._puts.open, config.put_idle_s)
-        self.sharing = Sharing(self._arena, self._reading, self.stats)
+        self.sharing = Sharing(self._arena, self.reading, self.stats)
         self._namespaces = Namespaces(
             self._spaces, self._files.journal, self._writer, self._writeback, self._trash, self.recipes, self._new_space, self._forgotten,
             self._residency.announce_room,
@@ -221,7 +217,7 @@ class Store:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if not (reads_ended := await self._reading.stop(self.config.shutdown_s)):
+        if not (reads_ended := await self.reading.stop(self.config.shutdown_s)):
             _log.critical("a read from SSD does not end: it is left behind, unfinished")
         await flush(self._spaces, self._writeback, self.config.shutdown_s)
         text_is_closed = await self.recipes.stop(self.config.shutdown_s)
@@ -343,38 +339,6 @@ class Store:
     def why(self, space: Space, tokens: bytes, extras: Extras, first: int = 0, last: int = -1) -> Why:
         """Where the pages [first, last) of a prefix are, and why (see `kvstore.store.why`)."""
         return why(self.replacement, self.config.policy, space, tokens, extras, first, last)
-
-    def find_blob(self, space: Space, blob_id: bytes) -> int:
-        """The row of a blob (see Reading.find)."""
-        return self._reading.find(space, blob_id)
-
-    def find_blobs(self, space: Space, names: bytes) -> npt.NDArray[np.int32]:
-        """As `find_blob`, of several blobs; ids of 16 bytes, one after the other."""
-        return self._reading.find_many(space, names)
-
-    def fronts(self, space: Space, rows: npt.NDArray[np.int32], layout: SliceLayout) -> tuple[list[memoryview], bytes] | None:
-        """The payloads of several blobs of one layout, and their digest tables, one after the other; None if one of them is not in DRAM."""
-        return self._reading.fronts(space, rows, layout)
-
-    def residents(self, space: Space, rows: Sequence[int]) -> list[memoryview | None]:
-        """As `resident`, of several blobs."""
-        return self._reading.residents(space, rows)
-
-    def resident(self, space: Space, row: int) -> memoryview | None:
-        """The stored form of a blob in DRAM, which stays in place while the caller has it pinned; None if it is not there."""
-        return self._reading.resident(space, row)
-
-    def hold_resident(self, space: Space, row: int) -> Held | None:
-        """Pin a blob that is in DRAM; None if it is not."""
-        return self._reading.hold_resident(space, row)
-
-    async def hold(self, space: Space, row: int, turn: asyncio.Event | None = None, *, early: bool = False) -> Held:
-        """Pin a blob in memory, wherever it is now (see Reading.hold)."""
-        return await self._reading.hold(space, row, turn, early=early)
-
-    def discard_bad_copy(self, space: Space, row: int, seen: memoryview) -> None:
-        """A slice did not verify while it was served, in the memory `seen` (see Reading.discard_bad_copy)."""
-        self._reading.discard_bad_copy(space, row, seen)
 
     def renew_lease(self, owner: int, lease_id: int, ttl_s: float) -> Lease:
         """Let a lease end `ttl_s` seconds from now."""

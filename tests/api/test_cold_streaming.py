@@ -63,7 +63,7 @@ async def test_a_fetch_that_is_cancelled_while_slices_come_holds_nothing(tmp_pat
             fetch.cancel()
             await asyncio.gather(fetch, return_exceptions=True)
             gate.set()
-        while store._reading._loading:
+        while store.reading._loading:
             await asyncio.sleep(0.001)
         await store.settle()
         check(store)

@@ -71,7 +71,7 @@ async def test_wholes_and_pieces_of_slices(tmp_path: Path) -> None:
         first, second = page_bytes((1,), VALUE, 0), page_bytes((1, 2), VALUE, 0)
         peer = Peer(store)
         assert await peer.fetch(names, [Run(1, 0, len(second)), Run(0, 3, 5, 64, 2)])
-        slices = store.space("default", "ns").blobs.layout_of(store.find_blob(store.space("default", "ns"), names[1])).sizes
+        slices = store.space("default", "ns").blobs.layout_of(store.reading.find(store.space("default", "ns"), names[1])).sizes
         assert b"".join(peer.pieces([*slices, 5, 5])) == second + first[3:8] + first[67:72]
         assert store.stats.fetches == 1
         assert store.stats.fetch_bytes == len(second) + 10
@@ -87,7 +87,7 @@ async def test_what_is_not_for_it(tmp_path: Path) -> None:
         assert not await peer.fetch(names, [Run(0, 0, 1, 1, 64)] * (MAX_PIECES // 64) + [Run(0, 0, 1)]), "a frame takes no more pieces"
         with pytest.raises(NotFound):
             await peer.fetch([b"x" * 16], [Run(0, 0, 64)])
-        space.clear_slot(store.find_blob(space, names[0]))
+        space.clear_slot(store.reading.find(space, names[0]))
         assert not await peer.fetch(names, [Run(0, 0, 64)]), "it is on SSD only"
         assert store.stats.fetches == 0
 
@@ -96,7 +96,7 @@ async def test_what_is_not_for_it(tmp_path: Path) -> None:
 async def test_bytes_and_digests_that_do_not_verify(tmp_path: Path, at: int) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space, names = await stored(store, (1,), Ack.DURABLE)
-        view = store.resident(space, store.find_blob(space, names[0]))
+        view = store.reading.resident(space, store.reading.find(space, names[0]))
         assert view is not None
         view[at] ^= 1
         peer = Peer(store)
@@ -128,7 +128,7 @@ async def test_one_bad_blob_of_many_is_dropped_and_no_other(tmp_path: Path, bad:
         peer = Peer(store)
         assert await peer.fetch(names, [Run(number, 0, size) for number in range(len(names))])
         assert b"".join(page_bytes(prefix[: n + 1], VALUE, 0) for n in range(len(prefix))) in peer.sent
-        view = store.resident(space, store.find_blob(space, names[bad]))
+        view = store.reading.resident(space, store.reading.find(space, names[bad]))
         assert view is not None
         view[at] ^= 1
         del view
@@ -143,7 +143,7 @@ async def test_blobs_of_several_slices_and_in_any_order(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space, names = await stored(store, prefix)
         pages = [page_bytes(prefix[: n + 1], VALUE, 0) for n in range(len(prefix))]
-        slices = list(space.blobs.layout_of(store.find_blob(space, names[0])).sizes)
+        slices = list(space.blobs.layout_of(store.reading.find(space, names[0])).sizes)
         for order in ([0, 1, 2, 3, 4], [4, 2, 0], [1], [3, 3]):
             peer = Peer(store)
             asked = [names[number] for number in order]
@@ -152,5 +152,5 @@ async def test_blobs_of_several_slices_and_in_any_order(tmp_path: Path) -> None:
         peer = Peer(store)
         assert await peer.fetch(names[:2], [Run(1, 0, len(pages[0])), Run(0, 0, len(pages[0]))])
         assert b"".join(peer.pieces(slices * 2)) == pages[1] + pages[0]
-        space.clear_slot(store.find_blob(space, names[2]))
+        space.clear_slot(store.reading.find(space, names[2]))
         assert not await Peer(store).fetch(names, [Run(number, 0, len(pages[0])) for number in range(len(names))])

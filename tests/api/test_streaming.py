@@ -78,8 +78,8 @@ async def test_a_bad_copy_in_dram_costs_one_fetch_and_is_replaced_from_ssd(tmp_p
         assert table is not None
         name, expected = table.ids[:16], page_bytes((1,), b"v" * 16, 0)
         fetch = pack(FetchRequest(namespace="ns", blobs=1)), name + pack_runs([Run(0, 0, len(expected))])
-        row = store.find_blob(space, name)
-        other = store.hold_resident(space, row)
+        row = store.reading.find(space, name)
+        other = store.reading.hold_resident(space, row)
         assert other is not None
         other.view[5] ^= 1
         peer = CollectingPeer(store, space)
@@ -140,11 +140,11 @@ async def test_a_fetch_cancelled_twice_holds_nothing(tmp_path: Path, monkeypatch
         assert table is not None
         ids = [table.ids[i : i + 16] for i in range(0, len(table.ids), 16)][:: len(PARTS)]
         for name in ids:
-            space.clear_slot(store.find_blob(space, name))
+            space.clear_slot(store.reading.find(space, name))
         slow.add(ids[0])
         fetch = pack(FetchRequest(namespace="ns", blobs=len(ids))), b"".join(ids) + pack_runs([Run(i, 0, 64) for i in range(len(ids))])
         fetching = asyncio.create_task(CollectingPeer(store, space).fetch(*fetch))
-        while not all(store.resident(space, store.find_blob(space, name)) for name in ids[1:]):
+        while not all(store.reading.resident(space, store.reading.find(space, name)) for name in ids[1:]):
             await asyncio.sleep(0.001)
         fetching.cancel()
         for _ in range(pauses):
@@ -154,7 +154,7 @@ async def test_a_fetch_cancelled_twice_holds_nothing(tmp_path: Path, monkeypatch
             await fetching
         gate.set()
         await store.settle()
-        while store.resident(space, store.find_blob(space, ids[0])) is None:
+        while store.reading.resident(space, store.reading.find(space, ids[0])) is None:
             await asyncio.sleep(0.001)  # its read goes on: others may have asked for it meanwhile
         await asyncio.sleep(0)
         assert store.figures.pinned_blobs == 0

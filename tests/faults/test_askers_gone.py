@@ -24,12 +24,12 @@ async def test_a_read_that_fails_after_its_reader_left_is_nobodys_unhandled_erro
         row = space.rows_of(int(space.tree.live_slots()[0]))[0]
         lost = BlobBatch(delete=[(space.number, space.blobs.id_of(row), space.stored_bytes(row))])
         await asyncio.to_thread(store.blob_file.commit, lost)
-        reader = asyncio.create_task(store.hold(space, row))
-        while not store._reading._loading:
+        reader = asyncio.create_task(store.reading.hold(space, row))
+        while not store.reading._loading:
             await asyncio.sleep(0)
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-        while store._reading._loading:
+        while store.reading._loading:
             await asyncio.sleep(0.001)
         await store.settle()
         check(store)

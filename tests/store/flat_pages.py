@@ -104,7 +104,7 @@ async def read_page(store: Store, space: Space, page: Page) -> dict[PartRange, b
     found = {}
     for row, component, ranges in zip(columns.blob.tolist(), columns.component.tolist(), columns.ranges.tolist(), strict=True):
         part = PartRange(component, *ranges)
-        held = await store.hold(space, row)
+        held = await store.reading.hold(space, row)
         found[part] = bytes(held.view[: space.spec.part_bytes(part)])
         held.release()
     return found

@@ -91,13 +91,13 @@ async def test_first_slices_are_there_before_the_last_is_read(tmp_path: Path, mo
     async with large_store(tmp_path) as store:
         space, row = await cold_page(store)
         with stopping_before(monkeypatch, 2) as gate:
-            held = await store.hold(space, row, early=True)
+            held = await store.reading.hold(space, row, early=True)
             await held.wait_for(1)
             assert [held.has(number) for number in range(SLICES)] == [True, True, False, False, False]
             assert held.view[: 2 * MIB] == DATA[: 2 * MIB]
-            assert store.resident(space, row) is None, "a blob that is not there counts as one that is"
-            second = await store.hold(space, row, early=True)
-            whole = asyncio.create_task(store.hold(space, row))
+            assert store.reading.resident(space, row) is None, "a blob that is not there counts as one that is"
+            second = await store.reading.hold(space, row, early=True)
+            whole = asyncio.create_task(store.reading.hold(space, row))
             last = asyncio.create_task(held.wait_for(SLICES - 1))
             await asyncio.sleep(0.05)
             assert not whole.done()
@@ -107,7 +107,7 @@ async def test_first_slices_are_there_before_the_last_is_read(tmp_path: Path, mo
             assert held.view[: len(DATA)] == DATA
             (await whole).release()
         assert store.stats.promoted_blobs == 1
-        assert store.resident(space, row) is not None
+        assert store.reading.resident(space, row) is not None
         second.release()
         await _nothing_left(store, held)
 
@@ -119,7 +119,7 @@ async def test_a_blob_of_which_a_later_slice_is_bad_is_no_hit(tmp_path: Path, mo
         damage(tmp_path, number)
         with stopping_before(monkeypatch, number) as gate:
             if number:
-                held = await store.hold(space, row, early=True)
+                held = await store.reading.hold(space, row, early=True)
                 await held.wait_for(number - 1)
                 assert held.view[: number * MIB] == DATA[: number * MIB]
                 gate.set()
@@ -131,7 +131,7 @@ async def test_a_blob_of_which_a_later_slice_is_bad_is_no_hit(tmp_path: Path, mo
             else:
                 gate.set()
                 with pytest.raises(Corrupt):
-                    await store.hold(space, row, early=True)
+                    await store.reading.hold(space, row, early=True)
         assert not store.figures.usage()["dram"].used
         assert not space.tree.live_slots().size, "the page is still there"
         assert (store.stats.promoted_blobs, store.stats.corrupt_blobs) == (0, 1)
@@ -145,14 +145,14 @@ async def test_a_holder_that_leaves_before_the_end_takes_nothing_from_the_others
     async with large_store(tmp_path) as store:
         space, row = await cold_page(store)
         with stopping_before(monkeypatch, 2) as gate:
-            held = await store.hold(space, row, early=True)
+            held = await store.reading.hold(space, row, early=True)
             waiting = asyncio.create_task(held.wait_for(SLICES - 1))
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             held.release()
             gate.set()
-            other = await store.hold(space, row)
+            other = await store.reading.hold(space, row)
         assert other.view[: len(DATA)] == DATA
         await _nothing_left(store, other)
 
@@ -161,12 +161,12 @@ async def test_bytes_that_a_put_brings_meanwhile_are_not_moved_under_a_reader(tm
     async with large_store(tmp_path) as store:
         space, row = await cold_page(store)
         with stopping_before(monkeypatch, 2) as gate:
-            held = await store.hold(space, row, early=True)
+            held = await store.reading.hold(space, row, early=True)
             await put_large(store, space, 2)
-            assert store.resident(space, row) is not None
+            assert store.reading.resident(space, row) is not None
             gate.set()
             await held.wait_for(SLICES - 1)
-            while store._reading._loading:
+            while store.reading._loading:
                 await asyncio.sleep(0.001)
             assert store.figures.usage()["dram"].used > 2 * len(DATA), "the slot that is read from was given back"
             assert held.view[: len(DATA)] == DATA
@@ -179,17 +179,17 @@ async def test_a_bad_copy_that_is_found_while_the_rest_is_read_is_read_again(tmp
     async with large_store(tmp_path) as store:
         space, row = await cold_page(store)
         with stopping_before(monkeypatch, 2) as gate:
-            held = await store.hold(space, row, early=True)
+            held = await store.reading.hold(space, row, early=True)
             held.view[7] ^= 1
-            store.discard_bad_copy(space, row, held.view)
+            store.reading.discard_bad_copy(space, row, held.view)
             gate.set()
             await held.wait_for(SLICES - 1)
-            while store._reading._loading:
+            while store.reading._loading:
                 await asyncio.sleep(0.001)
-            assert store.resident(space, row) is None
+            assert store.reading.resident(space, row) is None
         await _nothing_left(store, held)
         assert not space.spoiled
-        again = await store.hold(space, row)
+        again = await store.reading.hold(space, row)
         assert again.view[: len(DATA)] == DATA
         await _nothing_left(store, again)
 
@@ -198,17 +198,17 @@ async def test_a_close_ends_what_is_being_read(tmp_path: Path, monkeypatch: pyte
     store = await large_store(tmp_path).__aenter__()
     space, row = await cold_page(store)
     with stopping_before(monkeypatch, 2) as gate:
-        held = await store.hold(space, row, early=True)
-        waiting = asyncio.create_task(store.hold(space, row))
+        held = await store.reading.hold(space, row, early=True)
+        waiting = asyncio.create_task(store.reading.hold(space, row))
         await asyncio.sleep(0)
         closing = asyncio.create_task(store.__aexit__())
-        while not store._reading._stopped:
+        while not store.reading._stopped:
             await asyncio.sleep(0.001)
         gate.set()
         await closing
     assert not store.stuck
     assert [task.get_name() for task in asyncio.all_tasks() if "kvstore" in task.get_name()] == [], "a task was left"
-    for cut_off in (held.wait_for(SLICES - 1), waiting, store.hold(space, row)):
+    for cut_off in (held.wait_for(SLICES - 1), waiting, store.reading.hold(space, row)):
         with pytest.raises(Cancelled):
             await cut_off
     held.release()
@@ -218,7 +218,7 @@ async def test_a_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monke
     store = await large_store(tmp_path, shutdown_s=0.1).__aenter__()
     space, row = await cold_page(store)
     with stopping_before(monkeypatch, 2) as gate:
-        held = await store.hold(space, row, early=True)
+        held = await store.reading.hold(space, row, early=True)
         async with asyncio.timeout(15):
             await store.__aexit__()
         assert store.stuck

@@ -59,7 +59,7 @@ async def _full_dram(store: Store, space: Space) -> AsyncIterator[None]:
             except Busy:
                 break
             (row,) = space.rows_of(_slot(space, token))
-            found = store.hold_resident(space, row)
+            found = store.reading.hold_resident(space, row)
             assert found is not None
             held.append(found)
             stack.callback(found.release)
@@ -69,7 +69,7 @@ async def _full_dram(store: Store, space: Space) -> AsyncIterator[None]:
 
 async def _nothing_left(store: Store) -> None:
     async with asyncio.timeout(30):
-        while store._reading._loading:
+        while store.reading._loading:
             await asyncio.sleep(0.001)
         await store.settle()
     check(store)
@@ -78,10 +78,10 @@ async def _nothing_left(store: Store) -> None:
 @asynccontextmanager
 async def _waiting_for_a_buffer(store: Store, space: Space, row: int) -> AsyncIterator["asyncio.Task[Held]"]:
     """A reader of a blob waits for a buffer, as others have all of them; it gets one when this ends."""
-    reading = store._reading
+    reading = store.reading
     for _ in range(4):
         await reading._staging.acquire()
-    reader = asyncio.create_task(store.hold(space, row, early=True))
+    reader = asyncio.create_task(store.reading.hold(space, row, early=True))
     while not reading._staging._waiters:
         await asyncio.sleep(0.001)
     try:
@@ -100,7 +100,7 @@ async def test_a_page_that_is_put_anew_while_a_fetch_waits_for_a_buffer_stays(tm
             space.remove_page(_slot(space, _FIRST), ghosts=False)
             store._writeback.poke()
             commit = asyncio.create_task(store.commit_put(under_way))
-            while store.resident(space, row) is None:
+            while store.reading.resident(space, row) is None:
                 await asyncio.sleep(0)
             assert not space.blobs.on_ssd[row], "there is a copy on SSD: this test shows nothing"
         held = await reader
@@ -120,9 +120,9 @@ async def test_a_page_that_leaves_ssd_while_a_fetch_waits_for_a_buffer_stays(tmp
             reader = await stack.enter_async_context(_waiting_for_a_buffer(store, space, row))
             await full.aclose()
             space.remove_page(_slot(space, 100), ghosts=False)
-            (await store.hold(space, row)).release()  # somebody else has it brought up
+            (await store.reading.hold(space, row)).release()  # somebody else has it brought up
             evict_ssd(space, 1 << 40, 1e12, store.blob_file.footprint, store._residency._worth_on_ssd)
-            assert store.resident(space, row) is not None
+            assert store.reading.resident(space, row) is not None
             assert not space.blobs.on_ssd[row]
         held = await reader
         assert held.view[: len(DATA)] == DATA
@@ -139,15 +139,15 @@ async def test_a_page_that_is_put_anew_while_a_fetch_waits_for_room_stays(tmp_pa
         space.pin(row)
         async with _full_dram(store, space):
             if promote:
-                waiting: asyncio.Task[object] = asyncio.create_task(store._reading.promote(space, row))
+                waiting: asyncio.Task[object] = asyncio.create_task(store.reading.promote(space, row))
             else:
-                waiting = asyncio.create_task(store.hold(space, row, early=True))
+                waiting = asyncio.create_task(store.reading.hold(space, row, early=True))
             while not store._residency._demand:
                 await asyncio.sleep(0)
             space.remove_page(_slot(space, _FIRST), ghosts=False)
             store._writeback.poke()
             commit = asyncio.create_task(store.commit_put(under_way))
-            while store.resident(space, row) is None:
+            while store.reading.resident(space, row) is None:
                 await asyncio.sleep(0)
             assert not space.blobs.on_ssd[row], "there is a copy on SSD: this test shows nothing"
             assert not waiting.done()
@@ -166,7 +166,7 @@ async def test_what_needs_a_blob_that_is_in_no_tier_is_deleted_at_once(tmp_path:
         space, row = await cold_page(store)
         space.blobs.on_ssd[row] = False
         with pytest.raises(NotFound, match="in no tier"):
-            await store.hold(space, row)
+            await store.reading.hold(space, row)
         assert _served(store, space, _FIRST) == 0
         await _nothing_left(store)
 
@@ -177,7 +177,7 @@ async def test_what_needs_a_blob_that_is_in_no_tier_is_deleted_at_once(tmp_path:
 async def _good_on_ssd(store: Store, space: Space, row: int) -> None:
     await _nothing_left(store)
     space.clear_slot(row)
-    held = await store.hold(space, row)
+    held = await store.reading.hold(space, row)
     assert held.view[: len(DATA)] == DATA
     held.release()
     await _nothing_left(store)
@@ -191,8 +191,8 @@ async def test_a_bad_copy_on_ssd_is_written_anew_from_bytes_that_a_put_brings_me
         space, row = await cold_page(store)
         damage(tmp_path, 3)
         with stopping_before(monkeypatch, 3) as gate:
-            held = await store.hold(space, row, early=True)
-            whole = asyncio.create_task(store.hold(space, row))
+            held = await store.reading.hold(space, row, early=True)
+            whole = asyncio.create_task(store.reading.hold(space, row))
             await put_large(store, space, 2, ack=ack)
             gate.set()
             await held.wait_for(SLICES - 1)
@@ -215,14 +215,14 @@ async def test_a_blob_read_around_dram_is_served_from_there_if_its_copy_on_ssd_i
         under_way = await _received(store, space, 2, Ack.MEMORY)
         async with _full_dram(store, space):
             with stopping_before(monkeypatch, 3) as gate:
-                reader = asyncio.create_task(store.hold(space, row))
-                while not store._reading._staging._value < 4:
+                reader = asyncio.create_task(store.reading.hold(space, row))
+                while not store.reading._staging._value < 4:
                     await asyncio.sleep(0.001)
                 await store.commit_put(under_way)
                 gate.set()
                 held = await reader
         assert held.view[: len(DATA)] == DATA
-        assert store._reading._staging._value == 4, "a buffer was lost"
+        assert store.reading._staging._value == 4, "a buffer was lost"
         held.release()
         await _good_on_ssd(store, space, row)
         assert [_served(store, space, token) for token in (_FIRST, 2)] == [1, 1], "the only good copy was thrown away"
@@ -242,7 +242,7 @@ async def test_a_bad_copy_that_cant_be_written_anew_keeps_the_good_one_in_dram(t
         space, row = await cold_page(store)
         damage(tmp_path, 3)
         with stopping_before(monkeypatch, 3) as gate:
-            held = await store.hold(space, row, early=True)
+            held = await store.reading.hold(space, row, early=True)
             await put_large(store, space, 2)
             monkeypatch.setattr(BlobFile, "commit", failing)
             gate.set()
@@ -264,12 +264,12 @@ async def test_who_waits_for_a_blob_that_another_finds_bad_in_memory_reads_it_an
     async with large_store(tmp_path) as store:
         space, row = await cold_page(store)
         with stopping_before(monkeypatch, 2) as gate:
-            held = await store.hold(space, row, early=True)
-            waiting = None if early else asyncio.create_task(store.hold(space, row))
+            held = await store.reading.hold(space, row, early=True)
+            waiting = None if early else asyncio.create_task(store.reading.hold(space, row))
             await asyncio.sleep(0)
             held.view[7] ^= 1
-            store.discard_bad_copy(space, row, held.view)
-            waiting = waiting or asyncio.create_task(store.hold(space, row, early=True))
+            store.reading.discard_bad_copy(space, row, held.view)
+            waiting = waiting or asyncio.create_task(store.reading.hold(space, row, early=True))
             await asyncio.sleep(0.02)
             gate.set()
             other = await waiting
@@ -301,7 +301,7 @@ async def test_the_scrubber_mends_nothing_from_a_copy_that_is_found_bad_meanwhil
         while not looked.is_set():
             await asyncio.sleep(0.001)
         spoil_dram(store, space, row)
-        store.discard_bad_copy(space, row, store._arena.view(int(space.blobs.slot[row])))
+        store.reading.discard_bad_copy(space, row, store._arena.view(int(space.blobs.slot[row])))
         gate.set()
         await scrubbing
         assert store.stats.scrub_repaired == 0, "bad bytes were written over bad bytes"

@@ -121,7 +121,7 @@ async def test_a_blob_found_lost_while_loading_takes_all_its_pages(data_dir: Pat
         key, row = space.tree.pages.key_bytes(slot), space.rows_of(slot)[0]
         store.blob_file.drop_namespace(space.number)
         with pytest.raises(NotFound):
-            await store.hold(space, row)
+            await store.reading.hold(space, row)
         await store.loaded.wait()
         assert space.tree.pages.find_key(key) < 0
         await store.settle()

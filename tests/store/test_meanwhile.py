@@ -15,7 +15,7 @@ from tests.store.test_store import OWNER, PARTS, SPEC, Prefix, config, page_byte
 
 
 def in_dram(store: Store, space: Space, row: int) -> memoryview:
-    found = store.resident(space, row)
+    found = store.reading.resident(space, row)
     assert found is not None
     return found
 
@@ -24,10 +24,10 @@ async def test_a_bad_dram_copy_is_replaced_from_ssd(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named())
         await put(store, space, (1,), b"v" * 16, Ack.DURABLE)
-        row = store.find_blob(space, space.blobs.id_of(0))
-        held = await store.hold(space, row)
+        row = store.reading.find(space, space.blobs.id_of(0))
+        held = await store.reading.hold(space, row)
         held.view[5] ^= 1
-        store.discard_bad_copy(space, row, held.view)
+        store.reading.discard_bad_copy(space, row, held.view)
         held.release()
         assert await read(store, space, (1,)) == 1
         assert store.stats.corrupt_blobs == 1
@@ -39,10 +39,10 @@ async def test_a_blob_lost_in_every_tier_is_a_miss(tmp_path: Path) -> None:
         await put(store, space, (1, 2, 3), b"v" * 16)
         slot = int(space.tree.path_slots(space.tree.match(tokens_of((1, 2, 3))))[1])
         row = space.rows_of(slot)[0]
-        store.discard_bad_copy(space, row, in_dram(store, space, row))
+        store.reading.discard_bad_copy(space, row, in_dram(store, space, row))
         assert await read(store, space, (1, 2, 3)) == 1
         with pytest.raises(NotFound):
-            store.find_blob(space, b"\xff" * 16)
+            store.reading.find(space, b"\xff" * 16)
         await store.settle()
         check(store)
 
@@ -58,7 +58,7 @@ async def test_a_lost_page_ends_what_holds_it(tmp_path: Path) -> None:
         under_way = await store.begin_put(OWNER, space, PutRequest(b"w" * 16, tokens_of((1, 2, 3, 4)), {}, 3, PARTS, Ack.MEMORY))
         slot = int(space.tree.path_slots(space.tree.match(tokens_of((1, 2, 3))))[1])
         row = space.rows_of(slot)[0]
-        store.discard_bad_copy(space, row, in_dram(store, space, row))
+        store.reading.discard_bad_copy(space, row, in_dram(store, space, row))
         assert (whole.pages, short.pages) == (1, 1)
         await put(store, space, (1, 4, 5), b"v" * 16)
         with pytest.raises(NotFound, match="lost"):  # who holds it gives what comes after (1, 2, 3)
@@ -118,7 +118,7 @@ async def test_bytes_promoted_while_a_put_brings_the_same(tmp_path: Path) -> Non
         slot = int(space.tree.path_slots(space.tree.match(tokens_of((1,))))[0])
         row = space.rows_of(slot)[0]
         free_dram(Unit(space, space.tree.pages.key_bytes(slot), 1, 0, 0, 0))
-        promoting = asyncio.create_task(store.hold(space, row))
+        promoting = asyncio.create_task(store.reading.hold(space, row))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         twin = await store.begin_put(OWNER, space, PutRequest(b"v" * 16, tokens_of((2,)), {}, 0, PARTS, Ack.MEMORY))
@@ -166,7 +166,7 @@ async def test_a_fetch_in_the_middle_of_a_durable_put_takes_nothing_from_it(tmp_
         while not store._writeback.lock.locked():
             await asyncio.sleep(0)
         for row in rows:
-            (await store.hold(space, row)).release()
+            (await store.reading.hold(space, row)).release()
         await acknowledged
         await store.settle()
         check(store)

@@ -100,7 +100,7 @@ async def test_a_read_whose_copy_goes_takes_nothing_that_was_put_meanwhile(tmp_p
         for row in rows:
             space.clear_slot(row)
         monkeypatch.setattr(BlobFile, "read", gated)
-        fetching = asyncio.create_task(store.hold(space, rows[0]))
+        fetching = asyncio.create_task(store.reading.hold(space, rows[0]))
         await asyncio.sleep(0)
         await store.prefixes.delete(space, tokens_of((1,)), {}, 0)
         await put(store, space, (1,), b"v" * 16)
@@ -127,12 +127,12 @@ async def test_what_is_read_ahead_takes_no_buffer_from_what_is_needed_now(tmp_pa
                 await put(store, space, (number,), b"v" * 16)
                 store.match(space, tokens_of((number,)), {}, owner=OWNER, lease_s=60)
                 number += 1
-        ahead = [asyncio.create_task(store.hold(space, row, asyncio.Event())) for row in rows[1:6]]
+        ahead = [asyncio.create_task(store.reading.hold(space, row, asyncio.Event())) for row in rows[1:6]]
         async with asyncio.timeout(20):
             while store.figures.usage()["dram"].used < 0.9 * store.figures.usage()["dram"].capacity:
                 await asyncio.sleep(0)
             await asyncio.sleep(0.5)
-            (await store.hold(space, rows[0])).release()
+            (await store.reading.hold(space, rows[0])).release()
         for task in ahead:
             task.cancel()
         for held in await asyncio.gather(*ahead, return_exceptions=True):

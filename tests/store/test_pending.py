@@ -147,7 +147,7 @@ async def test_two_branches_under_one_put_id_stay_apart(tmp_path: Path) -> None:
             slots = space.tree.path_slots(space.tree.match(tokens_of(context)))
             for page, slot in enumerate(slots.tolist()):
                 for part, row in enumerate(space.rows_of(slot)):
-                    held = await store.hold(space, row)
+                    held = await store.reading.hold(space, row)
                     rank, which = divmod(part, 2)
                     expected = cut(payload(context[: page + 1], b"a" * 16, 0), parts_of(rank)[which])
                     assert bytes(held.view[: len(expected)]) == expected, f"bytes of another branch in page {page} of {context}"

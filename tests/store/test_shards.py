@@ -101,7 +101,7 @@ async def fetch_page(store: Store, space: Space, match: Match, page: int, wanted
                 out = np.zeros(SPEC.part_bytes(wanted), np.uint8)
                 shape = PageShape(page_parts(SPEC, run.ranges, wanted))
                 for item in Block(shape, PageBlobs(b"".join(ids), len(ids)), 0, (0,)).items():
-                    held = await store.hold(space, store.find_blob(space, item.blob))
+                    held = await store.reading.hold(space, store.reading.find(space, item.blob))
                     for segment in range(item.run.segments):
                         source = item.run.offset + segment * item.run.stride
                         target = item.target + segment * item.target_stride

@@ -24,13 +24,13 @@ async def _warm_page(store: Store, ack: Ack = Ack.MEMORY) -> tuple[Space, int, H
     await put_large(store, space, 1, ack=ack)
     await store.settle()
     (row,) = space.rows_of(int(space.tree.live_slots()[0]))
-    held = store.hold_resident(space, row)
+    held = store.reading.hold_resident(space, row)
     assert held is not None
     return space, row, held
 
 
 def _good(store: Store, space: Space, row: int) -> bool:
-    view = store.resident(space, row)
+    view = store.reading.resident(space, row)
     return view is not None and view[: len(DATA)] == DATA
 
 
@@ -65,7 +65,7 @@ async def test_who_reads_the_bad_copy_does_not_discard_the_good_one(tmp_path: Pa
         await put_large(store, space, 2)
         assert held.view[: len(DATA)] != DATA, "memory that somebody reads has changed under them"
         used = store.figures.usage()["dram"].used
-        store.discard_bad_copy(space, row, held.view[:100])
+        store.reading.discard_bad_copy(space, row, held.view[:100])
         assert _good(store, space, row), "the good copy was thrown away"
         held.release()
         assert store.figures.usage()["dram"].used < used, "the bad copy stays"
@@ -78,8 +78,8 @@ async def test_a_copy_that_is_known_to_be_bad_is_replaced_at_once(tmp_path: Path
     async with large_store(tmp_path) as store:
         space, row, held = await _warm_page(store, Ack.DURABLE)
         held.view[7] ^= 1
-        store.discard_bad_copy(space, row, held.view)
-        assert store.resident(space, row) is None
+        store.reading.discard_bad_copy(space, row, held.view)
+        assert store.reading.resident(space, row) is None
         await put_large(store, space, 2)
         assert _good(store, space, row)
         held.release()
@@ -92,10 +92,10 @@ async def test_a_copy_that_is_known_to_be_bad_is_replaced_at_once(tmp_path: Path
 async def test_bad_bytes_that_were_read_around_dram_say_nothing_of_a_copy_there(tmp_path: Path) -> None:
     async with large_store(tmp_path) as store:
         space, row = await cold_page(store)
-        held = await store._reading._stage(space, row, None)
+        held = await store.reading._stage(space, row, None)
         held.view[7] ^= 1
         await put_large(store, space, 2)
-        store.discard_bad_copy(space, row, held.view)
+        store.reading.discard_bad_copy(space, row, held.view)
         held.release()
         assert _good(store, space, row)
         await store.settle()

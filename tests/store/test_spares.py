@@ -53,7 +53,7 @@ async def test_a_store_that_starts_has_room_for_what_is_on_ssd(tmp_path: Path) -
         assert (there.held, store.figures.usage()["dram"].used) == (0, 0)
         assert AHEAD // 2 < there.reserved <= AHEAD
         space = store.space("default", "ns")
-        (await store.hold(space, space.rows_of(int(space.tree.live_slots()[0]))[0])).release()
+        (await store.reading.hold(space, space.rows_of(int(space.tree.live_slots()[0]))[0])).release()
         assert store.figures.dram_segments.held, "it was made for other blobs"
         check(store)
 
@@ -108,7 +108,7 @@ async def test_a_machine_without_memory_is_asked_again_by_who_needs_it(tmp_path:
             assert store.figures.dram_segments.reserved == 0
             patch.undo()
             space = store.space("default", "ns")
-            (await store.hold(space, space.rows_of(int(space.tree.live_slots()[0]))[0])).release()
+            (await store.reading.hold(space, space.rows_of(int(space.tree.live_slots()[0]))[0])).release()
             await store.settle()
             assert store.stats.promoted_blobs == 1
             check(store)

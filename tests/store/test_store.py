@@ -87,7 +87,7 @@ async def read(store: Store, space: Space, prefix: Prefix) -> int:
     versions = [space.tree.version_of(int(slot)) for slot in slots]
     for index in range(match.pages * len(PARTS)):
         page, part = divmod(index, len(PARTS))
-        held = await store.hold(space, store.find_blob(space, match.parts.ids[index * 16 : index * 16 + 16]))
+        held = await store.reading.hold(space, store.reading.find(space, match.parts.ids[index * 16 : index * 16 + 16]))
         try:
             expected = page_bytes(prefix[: page + 1], versions[page], part)
             assert bytes(held.view[: len(expected)]) == expected, f"wrong bytes in page {page}, part {part}"

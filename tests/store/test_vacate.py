@@ -60,7 +60,7 @@ def slot_of(space: Space, token: int) -> int:
 
 
 async def read(store: Store, space: Space, token: int) -> None:
-    held = await store.hold(space, row_of(space, token))
+    held = await store.reading.hold(space, row_of(space, token))
     assert bytes(held.view[: space.spec.page_bytes]) == content(space, token)
     held.release()
 
@@ -127,7 +127,7 @@ async def test_what_is_leased_or_pinned_is_not_moved(tmp_path: Path) -> None:
         leased, pinned = kept[:3], kept[3:6]
         for token in leased:
             assert store.match(space, np.uint32(token).tobytes(), {}, owner=OWNER, lease_s=60).lease is not None
-        held = [await store.hold(space, row_of(space, token)) for token in pinned]
+        held = [await store.reading.hold(space, row_of(space, token)) for token in pinned]
         before = {token: slot_of(space, token) for token in kept}
         for _ in range(100):
             if not await vacator(store).make_room(store._arena.room + 1, 5.0):
@@ -174,7 +174,7 @@ async def test_a_fetch_that_begins_during_the_move_keeps_its_bytes(tmp_path: Pat
         space, kept = await with_holes(store)
         before = {token: slot_of(space, token) for token in kept}
         moving = begin_to_vacate(store, space, kept)
-        held = store.hold_resident(space, row_of(space, moving[0]))
+        held = store.reading.hold_resident(space, row_of(space, moving[0]))
         assert held is not None
         await store.settle()
         assert slot_of(space, moving[0]) == before[moving[0]]

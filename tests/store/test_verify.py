@@ -230,7 +230,7 @@ async def test_damage_in_each_tier_is_found_while_serving(tmp_path: Path) -> Non
         assert report.lost_pages
         await put(store, space, (9,), b"v" * 16, Ack.DURABLE)
         row = space.rows_of(int(space.tree.path_slots(space.tree.match(tokens_of((9,))))[0]))[0]
-        held = await store.hold(space, row)
+        held = await store.reading.hold(space, row)
         held.view[5] ^= 1
         again = await running(store)
         held.view[5] ^= 1

@@ -51,7 +51,7 @@ class BlobRoutes:
         name = request.match_info["blob"]
         if not _BLOB.fullmatch(name):
             raise BadRequest("a blob id is 32 lower-case hex digits")
-        row = store.find_blob(space, bytes.fromhex(name))
+        row = store.reading.find(space, bytes.fromhex(name))
         layout = space.blobs.layout_of(row)
         wanted = _wanted(request, layout.payload_bytes)
         if wanted is None:
@@ -72,7 +72,7 @@ class BlobRoutes:
         nbytes = wanted.stop - wanted.start
         store.quotas.start_fetch(space.settings.tenant, nbytes)
         try:
-            held = await store.hold(space, row)
+            held = await store.reading.hold(space, row)
             try:
                 await self._send(request, response, space, held, layout, wanted)
             finally:
@@ -88,7 +88,7 @@ class BlobRoutes:
         store = self._service.store
         table = held.view[layout.payload_bytes :]
         if blob_id(table) != space.blobs.id_of(held.row):
-            store.discard_bad_copy(space, held.row, table)
+            store.reading.discard_bad_copy(space, held.row, table)
             raise Corrupt("the blob did not verify; that copy was dropped")
         for index in range(layout.count):
             low, high = max(wanted.start, layout.offsets[index]), min(wanted.stop, layout.offsets[index + 1])
@@ -96,7 +96,7 @@ class BlobRoutes:
                 continue
             whole = held.view[layout.offsets[index] : layout.offsets[index + 1]]
             if slice_digest(whole) != table[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
-                store.discard_bad_copy(space, held.row, whole)
+                store.reading.discard_bad_copy(space, held.row, whole)
                 if response.prepared and request.transport is not None:
                     request.transport.abort()  # too late for a problem: cut the body short instead
                     return

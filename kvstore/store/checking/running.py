@@ -235,7 +235,7 @@ class _Check:
     def _copies(self, space: Space, row: int) -> list[_Copy]:
         blob, stored = space.blobs.id_of(row), space.stored_bytes(row)
         found = []
-        if (held := self._store.hold_resident(space, row)) is not None:
+        if (held := self._store.reading.hold_resident(space, row)) is not None:
             found.append(_Copy(row, blob, stored, held))
         if space.blobs.on_ssd[row]:
             space.pin(row)
