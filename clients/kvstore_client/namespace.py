@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.api.wire import DIGEST_BYTES, BadRequest, FrameType, Hints, KVSpec, PartRange
 from kvstore.api.wire.messages import Empty, Matched, MatchRequest, NamespaceInfo, NamespaceName
-from kvstore.api.wire.put_messages import Committed, PutStart
+from kvstore.api.wire.put_messages import PutStart
 from kvstore_client.arguments import FLAG, PUT_ID, checked, instance, writable
 from kvstore_client.blocks import PageShape
-from kvstore_client.convert import hints_meta, part_list, part_runs
+from kvstore_client.convert import hints_meta, part_runs
 from kvstore_client.direct import Elsewhere, current
 from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
 from kvstore_client.fetching import OnGroup, fetch_blocks
 from kvstore_client.match import Match
 from kvstore_client.plan import Priority, layer_groups, page_parts
 from kvstore_client.prefixes import PrefixCalls
-from kvstore_client.put import PUT_BYTES, PUT_PAGES, PutResult, commit_bytes, in_all, put_once
+from kvstore_client.put import PutResult
 from kvstore_client.put_flat import flat_commits, put_flat
 from kvstore_client.put_layout import by_default, check_alone
-from kvstore_client.scattered import Scattered, laid_out
+from kvstore_client.put_prefix import prefix_put, put_prefix
+from kvstore_client.scattered import Scattered
 from kvstore_client.session import Session
 from kvstore_client.streams import Follower, PutStream
 from kvstore_client.text import Given, TextCalls
@@ -245,35 +246,15 @@ class Namespace(PrefixCalls, TextCalls):
         raw = token_view(tokens, self.spec)
         whole = Whole(whole_s)
         put_id, ack = put_id or secrets.token_bytes(DIGEST_BYTES), "durable" if durable else "memory"
+        message = PutStart(namespace=self.id, put_id=put_id, first_page=0, parts=[], ack=ack, base=after, hints=hints_meta(hints))
         if self.spec.flat:
-            message = PutStart(namespace=self.id, put_id=put_id, first_page=0, parts=[], ack=ack, hints=hints_meta(hints))
             if first_page or recipe is not None:
                 raise BadRequest("in a flat namespace every page stands alone: there is no first page and no recipe")
             commits = flat_commits(self.client.pool, self.spec, parts, raw, data, spans, extras)
             return await put_flat(self.client, commits, message, whole, progress, timeout)
         start = base.pages if base is not None else 0
-        if first_page < 0:
-            raise BadRequest(f"a put from page {first_page} on")
-        first_page = max(first_page, start)
-        total = start + len(raw) // 4 // self.spec.label_words
-        layout, source = laid_out(self.spec, parts, first_page, total, spans, data)
-        done: list[Committed] = []
-        async with self.client.deadline(timeout):
-            cut = list(layout.commits(PUT_PAGES, commit_bytes(self.client.pool, self.spec, parts, PUT_BYTES)))
-            for first, last in cut:
-                ranges, its_spans = layout.between(first, last)
-                if not ranges:
-                    continue
-                upto = raw if last == total else raw[: (last - start) * self.spec.label_words * 4]
-                extra_pages, payload = with_extras(upto, extras, last - start)
-                message = PutStart(
-                    namespace=self.id, put_id=put_id, first_page=first, spans=its_spans, parts=part_list(ranges),
-                    ack=ack, extra_pages=extra_pages, base=after, hints=hints_meta(hints),
-                    recipe_kind=recipe.kind if recipe is not None else "",
-                    recipes=recipe.of(first - first_page, last - first_page, total - first_page) if recipe is not None else [],
-                )  # fmt: skip
-                done.append(await put_once(self.client, message, payload, source, layout, whole, progress, alone=len(cut) == 1))
-        return in_all(done)
+        asked = prefix_put(self.spec, parts, raw, start, first_page, data, spans, extras, recipe)
+        return await put_prefix(self.client, asked, message, whole, progress, timeout)
 
     # --- streams -------------------------------------------------------------------------------------------------------
 
