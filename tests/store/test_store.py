@@ -175,7 +175,7 @@ TestStore.settings = EXAMPLES
 
 @pytest.mark.usefixtures("never_blocks")
 async def test_overflowing_dram_demotes_and_promotes_without_blocking(tmp_path: Path) -> None:
-    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20, put_wait_s=10.0)) as store:
         space = await store.create_namespace(settings_named())
         contexts = [(i, i + 1, i + 2) for i in range(0, 120, 3)]
         for number, context in enumerate(contexts):
@@ -191,7 +191,7 @@ async def test_overflowing_dram_demotes_and_promotes_without_blocking(tmp_path: 
 @pytest.mark.usefixtures("never_blocks")
 async def test_everything_comes_back_after_a_clean_stop(tmp_path: Path) -> None:
     contexts = [(i, i + 1, i + 2) for i in range(0, 30, 3)]
-    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20)) as store:
+    async with Store(config(tmp_path / "d", ssd_bytes=4 << 20, put_wait_s=10.0)) as store:
         space = await store.create_namespace(settings_named())
         for context in contexts:
             await put(store, space, context, b"v" * 16)
