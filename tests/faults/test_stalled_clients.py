@@ -94,7 +94,10 @@ def test_a_client_that_reads_a_byte_at_a_time(start: Faulty) -> None:
         deadline = time.monotonic() + 20
         while Held.by(daemon).over(baseline):
             assert time.monotonic() < deadline, "a client that reads a byte at a time holds its blobs for ever"
-            assert slow.sock.recv(1)
+            try:
+                slow.sock.recv(1)
+            except ConnectionResetError:
+                pass  # it was cut off since it was looked at
             time.sleep(0.02)
         serves(daemon)
 
@@ -128,7 +131,7 @@ def test_no_word_at_all_is_cut_off_too(start: Faulty) -> None:
 
 def test_large_requests_that_stall_do_not_cut_off_the_next_one(start: Faulty) -> None:
     """Only a few large payloads are received at a time. Waiting for a place is not on the waiting client's time."""
-    daemon = start(client_timeout=1)
+    daemon = start(client_timeout=2)
     tokens = np.zeros(600_000, np.uint32)
     whole = frame(FrameType.MATCH, MatchRequest(namespace="pages"), tokens.tobytes())
     stalled = [RawClient(daemon.endpoint) for _ in range(16)]
