@@ -9,9 +9,9 @@ import os
 import struct
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +47,8 @@ _KEYS_AT_ONCE = (1 << 16) + 1
 """Looked at by one transaction: no blob has so many extents."""
 _PIECE_BYTES = 2 << 20
 """Of a blob, read and verified before they are given out: enough for the disk, little enough to be sent meanwhile."""
+_END_BYTES = 1 << 20
+"""Of a blob's payload, read with its digest table: a read of that alone waits behind the others, and keeps a thread from its share."""
 
 _PARTNERS = 2
 """Threads that help those who read a large blob."""
@@ -214,7 +216,7 @@ class BlobFile:
     def read(
         self, number: int, blob: bytes, layout: SliceLayout, target: memoryview, *, uncached: bool = False, arrived: Arrived | None = None
     ) -> None:
-        """Copy a blob's stored form into `target` and verify all of it: its digest table first, then its slices, in order.
+        """Copy a blob's stored form into `target` and verify all of it: its end and digest table first, then its slices, in order.
 
         `arrived` is told, about every two MiB until the end, how many slices are there and verified. With `uncached`, the disk is asked
         and not the page cache, as far as the system allows. Raises NotFound if an extent is missing, Corrupt if the bytes are not the
@@ -251,7 +253,7 @@ class BlobFile:
         pieces = list(pieces_to_read(layout, len(out)))
         table_tried, table_good = threading.Event(), False
 
-        def read_table() -> None:
+        def read_end() -> None:
             nonlocal table_good
             try:
                 self._file.read(places, pieces[0].start, pieces[0].end, out, uncached=uncached)
@@ -266,13 +268,13 @@ class BlobFile:
                 self._file.read(places, piece.start, piece.end, out, uncached=uncached)
                 table_tried.wait()  # it was begun before, so somebody reads it
             else:
-                read_table()
+                read_end()
             if table_good:  # else there is an error already
                 verify_slices(blob, layout, out, piece.first, piece.last)
 
         def upto(count: int) -> None:
-            if arrived is not None and 0 < (slices := pieces[count - 1].last) < layout.count:
-                arrived(slices)
+            if arrived is not None and 1 < count < len(pieces):
+                arrived(pieces[count - 1].last)
 
         Together(len(pieces), read, upto).run(self._partners)
 
@@ -356,17 +358,18 @@ class Piece:
     last: int
 
 
-def pieces_to_read(layout: SliceLayout, nbytes: int) -> Iterator[Piece]:
-    """How a stored form of `nbytes` is read: a small one at once; else its digest table, then its slices, two MiB or so at a time."""
+def pieces_to_read(layout: SliceLayout, nbytes: int) -> list[Piece]:
+    """How a stored form of `nbytes` is read: a small one at once; else its end, with the digest table, then the rest by two MiB or so."""
     if nbytes <= _PIECE_BYTES:
-        yield Piece(0, nbytes, 0, layout.count)
-        return
-    yield Piece(layout.payload_bytes, nbytes, 0, 0)
-    first, offsets = 0, layout.offsets
-    while first < layout.count:
-        last = max(first + 1, bisect_right(offsets, offsets[first] + _PIECE_BYTES) - 1)
-        yield Piece(offsets[first], offsets[last], first, last)
+        return [Piece(0, nbytes, 0, layout.count)]
+    offsets = layout.offsets
+    end = min(layout.count - 1, bisect_left(offsets, layout.payload_bytes - _END_BYTES))
+    pieces, first = [Piece(offsets[end], nbytes, end, layout.count)], 0
+    while first < end:
+        last = min(end, max(first + 1, bisect_right(offsets, offsets[first] + _PIECE_BYTES) - 1))
+        pieces.append(Piece(offsets[first], offsets[last], first, last))
         first = last
+    return pieces
 
 
 def verify_stored(blob: bytes, layout: SliceLayout, stored: memoryview) -> None:
