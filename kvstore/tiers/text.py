@@ -223,7 +223,8 @@ class RecipeFile:
         """Let recipes count as written at a later time."""
         with writing(self._env, self._path) as txn:
             for one in aged:
-                txn.delete(_age_key(one.stamp_ms, one.number, one.key))
+                _delete_seen(txn, _age_key(one.stamp_ms, one.number, one.key))
+            for one in aged:
                 name = _recipe_key(one.number, one.key)
                 value = bytes(txn.get(name, b""))
                 if value:
@@ -236,7 +237,8 @@ class RecipeFile:
         holdings = {number: Holding(h.recipes, h.nbytes) for number, h in self.holdings.items()}
         with writing(self._env, self._path) as txn:
             for one in aged:
-                txn.delete(_age_key(one.stamp_ms, one.number, one.key))
+                _delete_seen(txn, _age_key(one.stamp_ms, one.number, one.key))
+            for one in aged:
                 _take_out(txn, holdings, one.number, one.key)
             _write_counts(txn, holdings, {one.number for one in aged})
         self.holdings = holdings
@@ -248,7 +250,7 @@ class RecipeFile:
             with txn.cursor() as cursor:
                 while cursor.set_range(_RECIPE + name) and (key := bytes(cursor.key())).startswith(_RECIPE + name):
                     txn.delete(_age_key(_stamp_of(bytes(cursor.value())), number, key[5:]))
-                    txn.delete(key)
+                    _delete_seen(txn, key)
                 while cursor.set_range(_CHILD + name) and bytes(cursor.key()).startswith(_CHILD + name):
                     cursor.delete()
             txn.delete(_COUNT + name)
@@ -263,7 +265,7 @@ class RecipeFile:
                     some = list(islice(cursor.iternext(values=False), _STEP)) if cursor.set_range(kind) else []
                     gone = [key for key in map(bytes, some) if key.startswith(kind)]
                     for key in gone:
-                        txn.delete(key)
+                        _delete_seen(txn, key)
                 if not gone:
                     break
         for items in self._all_recipes():
@@ -339,6 +341,12 @@ def _age_key(stamp_ms: int, number: int, key: bytes) -> bytes:
 
 def _child_prefix(number: int, parent: bytes) -> bytes:
     return _CHILD + number.to_bytes(4, "big") + parent[:_PARENT_BYTES]
+
+
+def _delete_seen(txn: lmdb.Transaction, key: bytes) -> None:
+    """Delete a key that a cursor came to. One that is not found is out of order, and would come again for ever: raises CorruptedError."""
+    if not txn.delete(key):
+        raise lmdb.CorruptedError(f"keys are out of order: {key.hex()} is not where it belongs")
 
 
 def _take_out(txn: lmdb.Transaction, holdings: dict[int, Holding], number: int, key: bytes) -> bool:

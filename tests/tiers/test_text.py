@@ -126,3 +126,53 @@ def test_a_bad_record_is_none(tmp_path: Path) -> None:
     file.commit(RecipeBatch(delete=[(7, key) for key in bad]))
     assert file.holdings[7].recipes == 1
     file.close()
+
+
+def out_of_order(path: Path, kind: bytes) -> None:
+    """Damage the first key of a kind so that it comes after the next ones: a cursor still meets it first, a search by it finds nothing."""
+    key = entries(path, kind)[0][0]
+    damaged = key[:-32] + b"\xff" + key[-31:]
+    data = (path / "data.mdb").read_bytes()
+    assert key in data
+    (path / "data.mdb").write_bytes(data.replace(key, damaged))
+    assert entries(path, kind)[0][0] == damaged
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", [b"R", b"K"])
+def test_a_namespace_with_a_key_out_of_order_is_dropped_or_said_to_be_damaged(tmp_path: Path, kind: bytes) -> None:
+    path = tmp_path / "recipes"
+    file = RecipeFile(path, 1 << 20)
+    file.commit(RecipeBatch(put=[new(recipe(number, stamp=5)) for number in range(1, 9)]))
+    file.close()
+    out_of_order(path, kind)
+    file = RecipeFile(path, 1 << 20)
+    try:
+        file.drop_namespace(7)
+    except lmdb.CorruptedError:
+        file.salvage()
+        file.drop_namespace(7)
+    assert 7 not in file.holdings
+    file.close()
+    assert not entries(path, b"R")
+
+
+@pytest.mark.timeout(20)
+def test_an_age_out_of_order_is_damage_and_no_endless_expiry(tmp_path: Path) -> None:
+    path = tmp_path / "recipes"
+    file = RecipeFile(path, 1 << 20)
+    file.commit(RecipeBatch(put=[new(recipe(number, stamp=5)) for number in range(1, 9)]))
+    file.close()
+    out_of_order(path, b"A")
+    file = RecipeFile(path, 1 << 20)
+    with pytest.raises(lmdb.CorruptedError):
+        file.forget(file.oldest(10))
+    with pytest.raises(lmdb.CorruptedError):
+        file.restamp(file.oldest(10), 9)
+    file.salvage()
+    aged = file.oldest(10)
+    assert len(aged) == 8
+    file.restamp(aged, 9)
+    file.forget(file.oldest(10))
+    assert not file.oldest(10)
+    file.close()
