@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import BadRequest, FrameType, KVStoreError, NoSpace
+from kvstore.api.wire import BadRequest, Busy, FrameType, KVStoreError, NoSpace
 from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.same_host import Buffer, Buffered
 from kvstore.machine import read_memory
@@ -106,11 +106,14 @@ class SharedBuffer:
         if self.nbytes > AT_ONCE_BYTES:
             make_huge(array.data)
 
-    def close(self) -> None:
-        """Give the memory back, as soon as nobody has a view of it."""
+    def close(self, lent: "asyncio.Task[int] | None" = None) -> None:
+        """Give the memory back, as soon as nobody has a view of it, and the descriptor once it was `lent`."""
         if self._array is not None:
             self._array = None
-            self._release()
+            if lent is None:
+                self._release()
+            else:
+                lent.add_done_callback(lambda _: self._release())
             with suppress(BufferError):  # it goes with the last view
                 self._memory.close()
 
@@ -185,23 +188,26 @@ class Buffers:
         if buffer.dropped:
             return
         number = buffer.lendable.number
-        if number not in self._mine:
+        if self._mine.pop(number, None) is None:
             raise BadRequest("this buffer is of another client: drop it there")
-        if (known := self._known.get(number)) is not None:
-            await asyncio.wait([known[1]])  # its descriptor is being sent
-        if not buffer.dropped:
-            self._mine.pop(number, None)
+        known = self._known.pop(number, None)
+        if known is None:
             buffer.close()
-        if (known := self._known.pop(number, None)) is not None:
-            await _take_back(*known)
+        else:
+            buffer.close(known[1])
+            await asyncio.wait([self._end(*known)], timeout=_TELL_S)
 
     def forget(self, number: int) -> None:
         """Nobody has a buffer any more that was lent: the daemon is told, and not waited for. In the loop that it was lent in."""
         known = self._known.pop(number, None)
         if known is not None and known[0].lost is None:
-            task = asyncio.create_task(_take_back(*known))
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            self._end(*known)
+
+    def _end(self, connection: Connection, asked: asyncio.Task[int]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(_take_back(connection, asked))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
 
     def lost(self, number: int) -> None:
         """As `forget`, from any thread, whatever it is in the middle of."""
@@ -251,7 +257,12 @@ class Buffers:
         self._depth.release()
 
     async def number(self, connection: Connection, memory: Lendable) -> int:
-        """What the daemon calls a buffer on a connection; lent to it if that has not happened. Raises Busy if it takes no more."""
+        """What the daemon calls a buffer on a connection; lent to it if that has not happened. Raises Busy if it takes no more.
+
+        Also if it was dropped since `find`: its descriptor may be another file's by now, and what is in views of it goes another way.
+        """
+        if memory.number not in self._mine and (self._staging is None or memory is not self._staging.lendable):
+            raise Busy("the buffer was dropped while it was put", retry_after_ms=1)
         known = self._known.get(memory.number)
         if known is None or known[0] is not connection or (known[1].done() and (known[1].cancelled() or known[1].exception())):
             self._loop = asyncio.get_running_loop()
@@ -274,9 +285,13 @@ def _heard(asked: asyncio.Task[int]) -> None:
 
 
 async def _take_back(connection: Connection, asked: asyncio.Task[int]) -> None:
+    """Have the daemon let go of what it is lent, or, if it is slow, will have been."""
+    await asyncio.wait([asked])
+    if asked.cancelled() or asked.exception() is not None:
+        return
     with suppress(KVStoreError, TimeoutError):  # it goes with the connection at the latest
         async with asyncio.timeout(_TELL_S):
-            await connection.call(FrameType.DROP_BUFFER, Buffered(buffer=await asyncio.shield(asked)), Empty)
+            await connection.call(FrameType.DROP_BUFFER, Buffered(buffer=asked.result()), Empty)
 
 
 def _gone(owner: "weakref.ref[Buffers]", number: int) -> None:

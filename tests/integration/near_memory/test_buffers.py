@@ -4,13 +4,14 @@ import asyncio
 import gc
 import os
 import resource
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore.machine import read_memory
-from kvstore_client import AsyncClient, BadRequest, Client, NoSpace, SharedBuffer
+from kvstore_client import AsyncClient, BadRequest, Client, DeadlineExceeded, NoSpace, SharedBuffer, buffers, near_put
 from kvstore_client.buffers import AT_ONCE_BYTES
 from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
@@ -171,3 +172,45 @@ def test_a_buffer_that_outlives_its_client_goes_quietly(daemon: DaemonProcess, c
     del view
     assert before.added() == (0, 0)
     assert not capsys.readouterr().err
+
+
+async def test_a_daemon_that_stands_still_does_not_hold_up_who_drops_a_buffer(
+    daemon: DaemonProcess, client: AsyncClient, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "_TELL_S", 0.1)
+    before = Before(daemon)
+    buffer = client.buffer(SPEC.page_bytes)
+    daemon.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            await namespace.put(tokens(6, 1), buffer.array, timeout=0.2)
+        async with asyncio.timeout(10):
+            await client.drop_buffer(buffer)
+        assert buffer.dropped
+    finally:
+        daemon.send_signal(signal.SIGCONT)
+    async with asyncio.timeout(5):
+        while before.added()[1]:
+            await asyncio.sleep(0.02)
+    await before.until_the_daemon_has_none()
+
+
+async def test_a_buffer_that_is_dropped_while_it_is_put(client: AsyncClient, namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_put, "LENT_BATCH_BYTES", SPEC.page_bytes)
+    data = random_pages(7, 12)
+    buffer = client.buffer(len(data))
+    view = buffer.array[:]
+    view[:] = data
+    dropping: list[asyncio.Task[None]] = []
+
+    def drop(done: int, total: int) -> None:
+        if not dropping:
+            dropping.append(asyncio.create_task(client.drop_buffer(buffer)))
+
+    near = client.same_host.now
+    await namespace.put(tokens(7, 12), view, progress=drop)
+    assert near is client.same_host.now
+    assert near is not None
+    assert near.lost is None, "others use that connection"
+    await dropping[0]
+    assert np.array_equal(await fetched(namespace, 7, 12), data), "what is in a view of it is put all the same"
