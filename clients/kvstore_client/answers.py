@@ -10,6 +10,7 @@ from kvstore.api.wire import (
     DATA_META,
     Channel,
     ConnectionLost,
+    DeadlineExceeded,
     FrameType,
     Header,
     KVStoreError,
@@ -99,6 +100,11 @@ _PLAIN = "it speaks TLS (then the endpoint is tls://HOST:PORT)"
 def cut_off(error: ConnectionLost) -> bool:
     """Whether the daemon has closed the connection, and has not read all that was sent to it."""
     return isinstance(error.__cause__, ConnectionResetError | BrokenPipeError)
+
+
+def refused(error: BaseException) -> bool:
+    """Whether it is the daemon's answer to a request: then nothing has come of that."""
+    return isinstance(error, KVStoreError) and not isinstance(error, ConnectionLost | DeadlineExceeded | ProtocolError)
 
 
 def without_a_word(otherwise: str) -> ConnectionLost:

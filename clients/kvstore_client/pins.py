@@ -5,8 +5,9 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
-from kvstore.api.wire import ConnectionLost, DeadlineExceeded, FrameType, KVStoreError, ProtocolError
+from kvstore.api.wire import FrameType, KVStoreError
 from kvstore.api.wire.messages import Empty, Pinned, Prefix
+from kvstore_client.answers import refused
 from kvstore_client.connection import Connection
 
 if TYPE_CHECKING:
@@ -32,14 +33,9 @@ async def pin_once(client: "AsyncClient", message: Prefix, payload: bytes | memo
         async with client.deadline(timeout):
             return await client.pool.retry(attempt)
     except BaseException as error:
-        if len(over) > 1 or (over and not _refused(error)):
+        if len(over) > 1 or (over and not refused(error)):
             client.owe(_unpin(client, message, over[-1]))
         raise
-
-
-def _refused(error: BaseException) -> bool:
-    """Whether it is the daemon's answer."""
-    return isinstance(error, KVStoreError) and not isinstance(error, ConnectionLost | DeadlineExceeded | ProtocolError)
 
 
 async def _unpin(client: "AsyncClient", message: Prefix, over: Connection) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.api.wire import DIGEST_BYTES, MAX_BULK_PAYLOAD, Busy, FrameType, KVSpec, PartRange
-from kvstore.api.wire.put_messages import Committed, PutReady, PutStart
+from kvstore.api.wire.put_messages import Committed, PutStart
 from kvstore_client.connection import Connection
 from kvstore_client.linked import LINK_STRIPE
 from kvstore_client.near_put import NEAR_AT_ONCE_BYTES, near_connection, near_frame_bytes, put_near, put_near_at_once
 from kvstore_client.plan import INTERACTIVE_BYTES
 from kvstore_client.pool import Pool
 from kvstore_client.put_layout import PutLayout
-from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, give_up_put, put_at_once, send_striped
+from kvstore_client.transfer import ALONE_AT_ONCE_BYTES, AT_ONCE_BYTES, Progress, begin_put, give_up_put, put_at_once, send_striped
 from kvstore_client.waiting import Patience
 from kvstore_client.whole import Closing, Whole
 
@@ -103,7 +103,7 @@ async def _attempt(
         wanted = [(part, *span) for part, span in enumerate(message.spans or [(layout.first_page, layout.total)] * len(parts))]
     else:
         connection = await pool.first()
-        ready, _ = await connection.call(FrameType.PUT, message, PutReady, payload)
+        ready = await begin_put(pool, connection, message, payload)
         handle, wanted = ready.handle, ready.wanted
     closing = Closing(handle, whole)
     try:

@@ -28,7 +28,7 @@ from kvstore_client.plan import FetchPlan, layer_groups, page_parts
 from kvstore_client.put import PutResult, in_all
 from kvstore_client.put_layout import SliceFrame
 from kvstore_client.tokens import Extras, with_extras
-from kvstore_client.transfer import Progress, fetch_striped, give_up_put, send_striped
+from kvstore_client.transfer import Progress, begin_put, fetch_striped, give_up_put, send_striped
 from kvstore_client.waiting import Patience
 from kvstore_client.whole import Closing, Whole
 
@@ -75,7 +75,7 @@ class PutStream:
                 while self._ready is None:
                     connection = await client.pool.first()
                     try:
-                        self._ready, _ = await connection.call(FrameType.PUT, self._message, PutReady, self._payload)
+                        self._ready = await begin_put(client.pool, connection, self._message, self._payload)
                     except Busy as busy:
                         await patience.wait(busy)
         return self

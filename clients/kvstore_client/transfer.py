@@ -1,6 +1,7 @@
 """Bulk over the connections of a pool: stripes come in and slices go out as connections become free."""
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 from kvstore.api.wire import MAX_BULK_PAYLOAD, SLICES_META, BadRequest, ConnectionLost, DeadlineExceeded, FrameType, NotFound
 from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.put_messages import Committed, PutHandle, PutReady, PutStart
+from kvstore_client.answers import refused
 from kvstore_client.connection import Connection
 from kvstore_client.direct import current
 from kvstore_client.linked import fetch_linked, send_linked
@@ -155,15 +157,32 @@ def _slices(handle: int, frame: SliceFrame, data: memoryview) -> tuple[bytes, li
     return SLICES_META.pack(handle, frame.page, frame.part, frame.first_slice), [data[at : at + size] for at, size in frame.slices]
 
 
+async def begin_put(pool: Pool, connection: Connection, start: PutStart, payload: bytes | memoryview) -> PutReady:
+    """Ask what is wanted of a put, under a name that is chosen here: one whose answer is not heard is given up."""
+    start.name = secrets.randbits(62) + 1
+    try:
+        ready, _ = await connection.call(FrameType.PUT, start, PutReady, payload)
+    except BaseException as error:
+        if not refused(error):
+            await give_up_put(pool, start.name, error, connection)
+        raise
+    return ready
+
+
 async def abort_put(pool: Pool, handle: int, carrier: Connection | None = None) -> None:
     """Tell the daemon that a put will not be committed, if it can be reached.
 
-    `carrier` is the connection that its PUT went over: on another one this could get there before the PUT, which then stays open.
+    `carrier` is the connection that its PUT went over: on another one this could get there before the PUT, which then stays open. It may
+    break meanwhile.
     """
+    message = PutHandle(handle=handle)
     try:
         async with asyncio.timeout(_ABORT_S):
-            connection = carrier if carrier is not None and carrier.lost is None else await pool.first()
-            await connection.call(FrameType.ABORT, PutHandle(handle=handle), Empty)
+            if carrier is not None and carrier.lost is None:
+                with suppress(ConnectionLost):
+                    await carrier.call(FrameType.ABORT, message, Empty)
+                    return
+            await (await pool.first()).call(FrameType.ABORT, message, Empty)
     except (BadRequest, ConnectionLost, NotFound, TimeoutError):  # BadRequest: the client was closed
         pass  # then the daemon ends it with the session, or by its own time limit
 

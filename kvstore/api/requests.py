@@ -123,7 +123,7 @@ async def _put(context: Context, message: PutStart, payload: bytes) -> Reply | N
         message.put_id, tokens, extras, message.first_page, part_ranges(message.parts), ack, tuple(message.spans), hints_of(message.hints)
     )
     space = space_of(context, message.namespace)
-    put = await context.store.begin_put(context.session.owner, space, request, message.base, message.handle)
+    put = await context.store.begin_put(context.session.owner, space, request, message.base, message.handle, message.name)
     if message.recipe_kind:
         rebuilds.give_recipes(context, put, message)
     if put.at_once and put.all_wanted:

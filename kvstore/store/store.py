@@ -350,9 +350,9 @@ class Store:
 
     # --- writing -------------------------------------------------------------------------------------------------------
 
-    async def begin_put(self, owner: int, space: Space, request: PutRequest, base: int = 0, handle: int = 0) -> Put:
+    async def begin_put(self, owner: int, space: Space, request: PutRequest, base: int = 0, handle: int = 0, name: int = 0) -> Put:
         """Start a put, after the boundary of a lease of this owner if a `base` is given (see Puts.begin)."""
-        return await self._puts.begin(owner, space, request, self._matching.base_path(owner, space, base), handle)
+        return await self._puts.begin(owner, space, request, self._matching.base_path(owner, space, base), handle, name)
 
     def get_put(self, owner: int, handle: int) -> Put:
         """An owner's own put under way; NotFound otherwise."""

@@ -8,7 +8,8 @@ class PutStart(Message):
 
     `spans` are the pages [first, last) that carry each part; without them all do. With a `handle` (63 random bits) the slices and
     the COMMIT follow at once: there is no PUT_READY, and slices that are not wanted are dropped. `recipes` (one for all pages, or one
-    a page) of `recipe_kind` `text` or `reference` are kept in place of the token ids, where the namespace keeps recipes.
+    a page) of `recipe_kind` `text` or `reference` are kept in place of the token ids, where the namespace keeps recipes. ABORT ends it by
+    its `name` (63 random bits), too, of which its client knows before it hears of the PUT_READY.
     """
 
     namespace: str
@@ -23,6 +24,7 @@ class PutStart(Message):
     handle: int = 0
     recipe_kind: str = ""
     recipes: list[bytes] = []
+    name: int = 0
 
 
 class PutReady(Message):

@@ -45,7 +45,7 @@ class OpenPuts:
     def add(self, put: Put) -> None:
         """A put begins."""
         self._open[put.handle] = put
-        if put.at_once:
+        if put.own_name:
             self._own_names[put.owner, put.own_name] = put
 
     def get(self, owner: int, handle: int) -> Put:
@@ -72,6 +72,6 @@ class OpenPuts:
 
     def take_out(self, put: Put) -> bool:
         """Whether it was under way; it is no more."""
-        if put.at_once:
+        if put.own_name:
             self._own_names.pop((put.owner, put.own_name), None)
         return self._open.pop(put.handle, None) is not None

@@ -44,7 +44,9 @@ class Put(Receiving):
         self.begun = asyncio.Event()
         """Set once it is ready, or has ended."""
         self.own_name = 0
-        """What its owner calls it, if it sends without waiting to hear the handle, and what is wanted: what is not is dropped."""
+        """What its owner calls it, if it does."""
+        self.at_once = False
+        """Whether it is sent without waiting to hear the handle, and what is wanted: what is not is dropped."""
         self.still_coming = False
         """Whether slices came while a COMMIT waited for all of them in vain: the rest is on its way."""
         self.last_used = time.monotonic()
@@ -62,11 +64,6 @@ class Put(Receiving):
         In a flat namespace, each of its pages that was there when it began.
         """
         return self._anchors
-
-    @property
-    def at_once(self) -> bool:
-        """Whether it is sent without waiting to hear what is wanted."""
-        return self.own_name > 0
 
     def key(self, page: int) -> bytes:
         """The key of a page of the put."""

@@ -53,10 +53,13 @@ class Puts:
 
     # --- beginning -----------------------------------------------------------------------------------------------------
 
-    async def begin(self, owner: int, space: Space, request: PutRequest, base: Path = EMPTY_PATH, handle: int = 0) -> Put:
+    async def begin(
+        self, owner: int, space: Space, request: PutRequest, base: Path = EMPTY_PATH, handle: int = 0, name: int = 0
+    ) -> Put:  # fmt: skip
         """Start a put: check it, find out which of its parts are missing, and take DRAM slots for them.
 
-        An owner that names it (`handle`) sends at once, whatever is wanted. Raises MissingParent, Busy or NoSpace; then nothing is held.
+        An owner that gives it a `handle` sends at once, whatever is wanted; a `name` is only what it calls it. Raises MissingParent, Busy
+        or NoSpace; then nothing is held.
         """
         if len(self.open) >= MAX_OPEN_PUTS:
             self._stats.puts_busy += 1
@@ -67,10 +70,11 @@ class Puts:
         if len(request.tokens) % space.tree.pages.token_bytes:
             raise BadRequest(f"a put covers whole pages of {space.spec.label_words} tokens, not {len(request.tokens) / 4:g} tokens")
         check_parts(space.spec, request, base.pages + len(request.tokens) // space.tree.pages.token_bytes)
-        if self.open.has_name(owner, handle) or not 0 <= handle < 1 << 63:
-            raise BadRequest("the handle of a put is 63 random bits, and not that of another")
+        own_name = handle or name
+        if self.open.has_name(owner, own_name) or not 0 <= own_name < 1 << 63:
+            raise BadRequest("the handle of a put, and its name, is 63 random bits, and not that of another")
         put = Put(secrets.randbits(63), owner, space, request, self._arena, base.pages)
-        put.own_name = handle
+        put.own_name, put.at_once = own_name, handle > 0
         self._check(put)
         path = base if space.spec.flat else self._hold_prefix(put, base)
         self.open.add(put)
