@@ -9,12 +9,12 @@ from tests.engines.vllm.engine_process import MODEL, ROOT
 def _tokens(name: str) -> tuple[int, ...]:
     from tokenizers import Tokenizer
 
-    text = "".join((ROOT / "docs" / part).read_text() for part in name.split("+"))
+    text = "".join((ROOT / part).read_text() for part in name.split("+"))
     return tuple(Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text).ids)
 
 
 def prompt(name: str, tokens: int, start: int = 0) -> list[int]:
-    """So many tokens of files in docs/, joined by `+`."""
+    """So many tokens of files of this repository, joined by `+`."""
     found = list(_tokens(name)[start : start + tokens])
     assert len(found) == tokens, f"{name} has only {len(_tokens(name))} tokens"
     return found

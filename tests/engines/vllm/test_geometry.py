@@ -12,8 +12,8 @@ from tests.engines.vllm.prompts import prompt
 from tests.engines.vllm.store import PAGE, pages, read_pages, wait_for_pages
 
 WINDOW = 200
-TOKENS = [token % 1000 for token in prompt("http.md", 900)]
-SHORT = prompt("http.md", 300)
+TOKENS = [token % 1000 for token in prompt("docs/http.md", 900)]
+SHORT = prompt("docs/http.md", 300)
 
 
 @pytest.fixture(scope="module")

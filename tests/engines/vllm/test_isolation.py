@@ -10,7 +10,7 @@ from tests.engines.vllm.engine_process import EngineProcess, connector
 from tests.engines.vllm.prompts import prompt
 from tests.engines.vllm.store import PAGE, pages, wait_for_pages
 
-TOKENS = prompt("http.md", 400)
+TOKENS = prompt("docs/http.md", 400)
 SHARED = pages(TOKENS) * PAGE
 
 

@@ -18,7 +18,7 @@ from tests.engines.vllm.prompts import prompt
 from tests.engines.vllm.server import NAME, ServerProcess
 from tests.engines.vllm.store import pages, read_pages, wait_for_pages
 
-TOKENS = prompt("security.md", 1000)
+TOKENS = prompt("docs/security.md", 1000)
 KEPT = 3
 """Pages that are not dropped: the server computes the others on top of them, as the engine did in one go."""
 

@@ -15,11 +15,11 @@ from tests.engines.vllm.engine_process import EngineProcess, connector
 from tests.engines.vllm.prompts import prompt
 from tests.engines.vllm.store import pages, read_pages, wait_for_pages
 
-TEXT = "architecture.md+known-limits.md+protocol.md"
+TEXT = "docs/architecture.md+docs/known-limits.md+docs/protocol.md"
 SIZES = (1500, 3500)
 APART = 100
 """Tokens from the beginning of one prompt to that of the next: they have no block in common."""
-WARM = prompt("lab.md", 40)
+WARM = prompt("docs/lab.md", 40)
 BLOCK = int(os.environ.get("KVSTORE_TEST_BLOCK", "32"))
 """32 is the smallest block that vLLM takes on a CPU: as little as can be is left to compute."""
 REPETITIONS = int(os.environ.get("KVSTORE_TEST_REPETITIONS", "3"))
