@@ -256,13 +256,17 @@ class Buffers:
             self._free.put_nowait(place.offset // STAGE_BYTES)
         self._depth.release()
 
+    def check(self, memory: Lendable) -> None:
+        """Raise Busy if a buffer was dropped."""
+        if memory.number not in self._mine and (self._staging is None or memory is not self._staging.lendable):
+            raise Busy("the buffer was dropped while it was put", retry_after_ms=1)
+
     async def number(self, connection: Connection, memory: Lendable) -> int:
         """What the daemon calls a buffer on a connection; lent to it if that has not happened. Raises Busy if it takes no more.
 
         Also if it was dropped since `find`: its descriptor may be another file's by now, and what is in views of it goes another way.
         """
-        if memory.number not in self._mine and (self._staging is None or memory is not self._staging.lendable):
-            raise Busy("the buffer was dropped while it was put", retry_after_ms=1)
+        self.check(memory)
         known = self._known.get(memory.number)
         if known is None or known[0] is not connection or (known[1].done() and (known[1].cancelled() or known[1].exception())):
             self._loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.api.wire import BadRequest, Busy, Forbidden, FrameType, slice_digest
+from kvstore.api.wire import BadRequest, Busy, Forbidden, FrameType, NotFound, slice_digest
 from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.put_messages import Committed, PutStart
 from kvstore.api.wire.same_host import CopiedPart, Copy, pack_copies
@@ -102,6 +102,14 @@ class _NearPut:
         `start` is the PUT, if that is not sent yet. It is not waited for either.
         """
         lent = self._buffers.find(self._data)
+        try:
+            return await self._run(frames, lent, start)
+        except NotFound:
+            if lent is not None:
+                self._buffers.check(lent.memory)  # the daemon has let go of it
+            raise
+
+    async def _run(self, frames: Sequence[SliceFrame], lent: Place | None, start: Request | None) -> Committed:
         batches = list(_batches(frames, STAGE_BYTES if lent is None else LENT_BATCH_BYTES))
         if not batches:
             return await self._ask_to_commit()

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,22 +196,28 @@ async def test_a_daemon_that_stands_still_does_not_hold_up_who_drops_a_buffer(
     await before.until_the_daemon_has_none()
 
 
-async def test_a_buffer_that_is_dropped_while_it_is_put(client: AsyncClient, namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pages", [1, 12])
+async def test_a_buffer_that_is_dropped_while_it_is_put(
+    client: AsyncClient, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
     monkeypatch.setattr(near_put, "LENT_BATCH_BYTES", SPEC.page_bytes)
-    data = random_pages(7, 12)
+    data = random_pages(7, pages)
     buffer = client.buffer(len(data))
     view = buffer.array[:]
     view[:] = data
-    dropping: list[asyncio.Task[None]] = []
+    lend, lent = buffers.Buffers.number, list[int]()
 
-    def drop(done: int, total: int) -> None:
-        if not dropping:
-            dropping.append(asyncio.create_task(client.drop_buffer(buffer)))
+    async def lend_and_drop(self: buffers.Buffers, *what: Any) -> int:
+        lent.append(await lend(self, *what))
+        if len(lent) == pages // 2 + 1:  # the daemon has let go of it before it is asked to copy
+            await client.drop_buffer(buffer)
+        return lent[-1]
 
+    monkeypatch.setattr(buffers.Buffers, "number", lend_and_drop)
     near = client.same_host.now
-    await namespace.put(tokens(7, 12), view, progress=drop)
+    put = await namespace.put(tokens(7, pages), view)
+    assert (put.new_pages, buffer.dropped) == (pages, True)
     assert near is client.same_host.now
     assert near is not None
     assert near.lost is None, "others use that connection"
-    await dropping[0]
-    assert np.array_equal(await fetched(namespace, 7, 12), data), "what is in a view of it is put all the same"
+    assert np.array_equal(await fetched(namespace, 7, pages), data), "what is in a view of it is put all the same"
