@@ -39,11 +39,14 @@ async def pin_once(client: "AsyncClient", message: Prefix, payload: bytes | memo
 
 
 async def _unpin(client: "AsyncClient", message: Prefix, over: Connection) -> None:
-    """End what may be pinned: behind the request that asked for it, which may be under way still, as long as that connection works."""
+    """End what may be pinned: behind the request that asked for it, which may be under way, or once the connection of that has ended."""
     end = Pinned(namespace=message.namespace, pin=message.handle)
 
     async def attempt() -> None:
-        connection = over if over.lost is None else await client.pool.for_requests()
+        connection = over
+        if over.lost is not None:
+            connection = await client.pool.for_requests()
+            await client.pool.end_there(over, connection)
         await connection.call(FrameType.UNPIN, end, Empty)
 
     try:

@@ -201,6 +201,12 @@ class Pool:
             return False
         return True
 
+    async def end_there(self, broken: Connection, by: Connection) -> None:
+        """Have the daemon end a connection that broke: what it has not read of it yet would come after what is said over another one."""
+        number = broken.welcome.connection
+        if number and broken.welcome.session == by.welcome.session:
+            await by.call(FrameType.CLOSE, Close(connection=number), Empty)
+
     async def _close_whole(self, connection: Connection) -> None:
         """Close a connection to the end, even if the caller is cancelled meanwhile."""
         task = asyncio.create_task(connection.close())

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from kvstore.api.wire import MAX_BULK_PAYLOAD, SLICES_META, BadRequest, ConnectionLost, DeadlineExceeded, FrameType, NotFound
+from kvstore.api.wire import MAX_BULK_PAYLOAD, SLICES_META, BadRequest, Busy, ConnectionLost, DeadlineExceeded, FrameType, NotFound
 from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.put_messages import Committed, PutHandle, PutReady, PutStart
 from kvstore_client.answers import refused
@@ -172,19 +172,26 @@ async def begin_put(pool: Pool, connection: Connection, start: PutStart, payload
 async def abort_put(pool: Pool, handle: int, carrier: Connection | None = None) -> None:
     """Tell the daemon that a put will not be committed, if it can be reached.
 
-    `carrier` is the connection that its PUT went over: on another one this could get there before the PUT, which then stays open. It may
-    break meanwhile.
+    `carrier` is the connection that its PUT went over: on another one, unless that is ended before, this could get there before the PUT.
     """
-    message = PutHandle(handle=handle)
     try:
         async with asyncio.timeout(_ABORT_S):
-            if carrier is not None and carrier.lost is None:
-                with suppress(ConnectionLost):
-                    await carrier.call(FrameType.ABORT, message, Empty)
-                    return
-            await (await pool.first()).call(FrameType.ABORT, message, Empty)
-    except (BadRequest, ConnectionLost, NotFound, TimeoutError):  # BadRequest: the client was closed
+            while not await _aborted(pool, PutHandle(handle=handle), carrier):
+                pass
+    except (BadRequest, Busy, ConnectionLost, NotFound, TimeoutError):  # BadRequest: the client was closed
         pass  # then the daemon ends it with the session, or by its own time limit
+
+
+async def _aborted(pool: Pool, message: PutHandle, carrier: Connection | None) -> bool:
+    """Tell of the end of a put once; False if the connection that was to be had for that broke."""
+    by = carrier if carrier is not None and carrier.lost is None else await pool.first()
+    try:
+        if carrier is not None and by is not carrier:
+            await pool.end_there(carrier, by)
+        await by.call(FrameType.ABORT, message, Empty)
+    except ConnectionLost:
+        return False
+    return True
 
 
 async def give_up_put(pool: Pool, handle: int, why: BaseException | None, carrier: Connection | None = None) -> None:

@@ -76,3 +76,26 @@ async def test_a_stream_that_is_not_begun(
             pytest.fail("it was begun")
     assert len(told) == 1
     await none_is_open(daemon)
+
+
+async def test_a_put_that_is_cut_off(
+    daemon: DaemonProcess, client: AsyncClient, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the daemon has not read yet of the connection that broke must not come after the ABORT, which goes by another one."""
+    monkeypatch.setattr(put, "ALONE_AT_ONCE_BYTES", 1 << 30)
+    call, asked = Connection.call, list[FrameType]()
+
+    async def noted(self: Connection, kind: FrameType, message: Any, *rest: Any) -> Any:
+        asked.append(kind)
+        return await call(self, kind, message, *rest)
+
+    async def cut_off(self: Connection, *_: Any) -> None:
+        self.give_up("cut off")
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Connection, "call", noted)
+    monkeypatch.setattr(Connection, "send_frames", cut_off)
+    with pytest.raises(asyncio.CancelledError):
+        await namespace.put(TOKENS, np.zeros((PAGES, SPEC.page_bytes), np.uint8))
+    await none_is_open(daemon)
+    assert asked[-2:] == [FrameType.CLOSE, FrameType.ABORT]
