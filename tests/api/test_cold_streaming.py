@@ -18,12 +18,12 @@ async def test_slices_are_sent_while_later_ones_are_read(tmp_path: Path, monkeyp
         space, row = await cold_page(store)
         peer = CollectingPeer(store, space)
         runs = [Run(0, 0, 2 * MIB), Run(0, 2 * MIB - 100, len(DATA) - 2 * MIB + 100)]
-        with stopping_before(monkeypatch, 4) as gate:
+        with stopping_before(monkeypatch, 2) as gate:
             fetch = asyncio.create_task(
                 peer.fetch(pack(FetchRequest(namespace="large", blobs=1)), space.blobs.id_of(row) + pack_runs(runs))
             )
             async with asyncio.timeout(20):
-                while len(peer.sent) < 3 * MIB + 100:
+                while len(peer.sent) < 2 * MIB + 100:
                     await asyncio.sleep(0.001)
             assert not fetch.done()
             assert store.stats.fetches == 0
