@@ -129,6 +129,7 @@ class Store:
             load,
             self._watched(self._residency.run(), "kvstore-mover"),
             self._watched(self._sweep_leases(), "kvstore-leases"),
+            *(self._watched(kind.let_go(), "kvstore-ended-leases") for kind in (self.leases, self.pins)),
             self._watched(self._puts.give_up_shards(), "kvstore-shards"),
             self._watched(self._once_loaded(self._orphans.sweep), "kvstore-sweep"),
             self._watched(self._once_loaded(self.scrubber.run), "kvstore-scrub"),
@@ -240,8 +241,7 @@ class Store:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
             for kind in (self.leases, self.pins):
-                for lease in kind.expired(now):
-                    kind.release(lease)
+                kind.expire(now)
             self._puts.sweep(now)
             self.following.sweep(now)
             self.rebuilding.sweep(now)

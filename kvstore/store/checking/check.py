@@ -133,7 +133,7 @@ def _check_cover(space: Space, live: Slots) -> None:
 
 def _check_leases(store: Store, space: Space) -> None:
     expected = np.zeros(space.tree.pages.ranges.high, np.int64)
-    for lease in (*store.leases.of_space(space), *store.pins.of_space(space)):
+    for lease in (lease for kind in (store.leases, store.pins) for lease in (*kind.of_space(space), *kind.ended_of_space(space))):
         for boundary in lease.boundaries:
             expected[space.tree.path_slots(space.tree.path_to(space.tree.pages.find_key(boundary)))] += 1
     live = space.tree.live_slots()

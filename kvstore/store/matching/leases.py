@@ -1,10 +1,13 @@
 """Leases: pins on (node, boundary) with an end time. An owner's death ends its leases.
 
-What one owner holds is bounded in number and in payload bytes (a page that two of its leases share counts twice).
+What one owner holds is bounded in number and in payload bytes (a page that two of its leases share counts twice). Many that end
+together are nobody's at once; what they pinned is let go in turns of the loop.
 """
 
+import asyncio
 import secrets
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +21,11 @@ MAX_LEASE_S = 3600.0
 MAX_PIN_S = 30 * 86_400.0
 MAX_LEASES = 10_000
 """Of one client."""
+_AT_ONCE = 128
+"""Pages or paths that are let go in one turn of the loop: about a millisecond."""
+_PAGES_AS_ONE = 1024
+_NODES_AS_ONE = 16
+"""What it takes to let go of a long path, in such steps."""
 
 
 @dataclass(slots=True)
@@ -54,12 +62,14 @@ class Leases:
         self._max_bytes = max_bytes
         self._max_s = max_s
         self._bytes: dict[int, int] = {}
-        self._by_id: dict[tuple[int, int], Lease] = {}
-        """By owner and number: an owner that gives a number learns nothing of those of others."""
-        self._by_owner: dict[int, set[int]] = {}
+        self._of: dict[int, dict[int, Lease]] = {}
+        """By owner, and then by number: an owner that gives a number learns nothing of those of others."""
+        self._left: deque[Lease] = deque()
+        """Nobody's any more; what is left of their boundaries is still pinned."""
+        self._some_ended = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return sum(len(mine) for mine in self._of.values())
 
     def grant(
         self, owner: int, space: Space, paths: list[Path], now: float, ttl_s: float, slots: Slots | None = None, number: int = 0
@@ -77,11 +87,10 @@ class Leases:
                 f"some must be {self._ended} first",
                 retry_after_ms=1000,
             )
-        if len(self._by_owner.get(owner, ())) >= MAX_LEASES:
+        if len(self._of.get(owner, ())) >= MAX_LEASES:
             raise Busy(f"{MAX_LEASES} {self._word}s are held already: some must be {self._ended} first", retry_after_ms=1000)
         lease = Lease(number or secrets.randbits(63), owner, space, [space.tree.pin(path, slots) for path in paths], pages, now + ttl_s)
-        self._by_id[owner, lease.id] = lease
-        self._by_owner.setdefault(owner, set()).add(lease.id)
+        self._of.setdefault(owner, {})[lease.id] = lease
         self._bytes[owner] = held + wanted
         return lease
 
@@ -94,7 +103,7 @@ class Leases:
 
     def find(self, owner: int, lease_id: int) -> Lease | None:
         """An owner's own lease, if it has it."""
-        return self._by_id.get((owner, lease_id))
+        return self._of.get(owner, {}).get(lease_id)
 
     def unknown(self, lease_id: int) -> NotFound:
         """What is said of one that is not there."""
@@ -114,19 +123,60 @@ class Leases:
 
     def release(self, lease: Lease) -> None:
         """End a lease."""
-        self._bytes[lease.owner] -= lease.nbytes
-        del self._by_id[lease.owner, lease.id]
-        owned = self._by_owner[lease.owner]
-        owned.discard(lease.id)
-        if not owned:
-            del self._by_owner[lease.owner], self._bytes[lease.owner]
+        self._forget(lease)
         if not lease.space.dropped:
             for boundary in lease.boundaries:
                 lease.space.tree.unpin(boundary)
 
+    def _forget(self, lease: Lease) -> None:
+        """A lease is its owner's no more."""
+        self._bytes[lease.owner] -= lease.nbytes
+        mine = self._of[lease.owner]
+        del mine[lease.id]
+        if not mine:
+            del self._of[lease.owner], self._bytes[lease.owner]
+
+    def release_owner(self, owner: int) -> None:
+        """End all leases of an owner; what they pin stays some turns of the loop longer, if it is much."""
+        self._bytes.pop(owner, None)
+        self._end(self._of.pop(owner, {}).values())
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time is over, as `release_owner` does."""
+        over = [lease for mine in self._of.values() for lease in mine.values() if lease.expires <= now]
+        for lease in over:
+            self._forget(lease)
+        self._end(over)
+
+    def _end(self, leases: Iterable[Lease]) -> None:
+        self._left.extend(leases)
+        self._let_some_go()
+        if self._left:
+            self._some_ended.set()
+
+    async def let_go(self) -> None:
+        """A background task: of what many ended leases pinned, let some go at a time."""
+        while True:
+            await self._some_ended.wait()
+            self._some_ended.clear()
+            while self._left:
+                await asyncio.sleep(0)
+                self._let_some_go()
+
+    def _let_some_go(self) -> None:
+        left = _AT_ONCE
+        while self._left and left > 0:
+            lease = self._left[0]
+            if lease.boundaries and not lease.space.dropped:
+                path = lease.space.tree.unpin(lease.boundaries.pop())
+                left -= 1 + path.pages // _PAGES_AS_ONE + len(path.nodes) // _NODES_AS_ONE
+            else:
+                self._left.popleft()
+
     def cut(self, space: Space, slot: int) -> None:
         """The page in a slot is lost: no lease holds it, nor, but for a flat namespace, what comes after it, and none is left empty."""
         tree, key = space.tree, space.tree.pages.key_bytes(slot)
+        self._let_all_go(space)
         for lease in self.of_space(space):
             if space.spec.flat:
                 if gone := lease.boundaries.count(key):
@@ -147,21 +197,21 @@ class Leases:
         if not kept:
             self.release(lease)
 
-    def release_owner(self, owner: int) -> int:
-        """End all leases of an owner. Returns how many there were."""
-        owned = [self._by_id[owner, i] for i in self._by_owner.get(owner, ())]
-        for lease in owned:
-            self.release(lease)
-        return len(owned)
-
-    def expired(self, now: float) -> Iterator[Lease]:
-        """The leases whose time is over (a list made at call time)."""
-        return iter([lease for lease in self._by_id.values() if lease.expires <= now])
-
     def of_tenant(self, tenant: str) -> int:
         """How many leases a tenant has."""
-        return sum(lease.space.settings.tenant == tenant for lease in self._by_id.values())
+        return sum(lease.space.settings.tenant == tenant for mine in self._of.values() for lease in mine.values())
 
     def of_space(self, space: Space) -> list[Lease]:
         """All leases on a namespace."""
-        return [lease for lease in self._by_id.values() if lease.space is space]
+        return [lease for mine in self._of.values() for lease in mine.values() if lease.space is space]
+
+    def ended_of_space(self, space: Space) -> list[Lease]:
+        """Those on a namespace that have ended, and still pin something."""
+        return [lease for lease in self._left if lease.space is space]
+
+    def _let_all_go(self, space: Space) -> None:
+        """Of what ended leases on a namespace pinned nothing stays pinned."""
+        for lease in self.ended_of_space(space):
+            for boundary in lease.boundaries:
+                space.tree.unpin(boundary)
+            lease.boundaries.clear()
