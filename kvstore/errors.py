@@ -1,13 +1,14 @@
 """The errors a caller can get, each with a code that is the same on the wire, over HTTP and in the SDK."""
 
-from typing import ClassVar
+from copy import copy
+from typing import ClassVar, Self
 
 
 class KVStoreError(Exception):
     """Base of every error that crosses the API.
 
     `code` is stable and meant for programs; the message says what was wrong, where, and what to do.
-    `done_pages`: of a list of pages that travels in pieces, those before this one are done.
+    `done_pages`: of a list of pages, those before this one are done, durably if that was asked for.
     """
 
     code: ClassVar[str] = "internal"
@@ -18,6 +19,12 @@ class KVStoreError(Exception):
         self.message = message
         self.retry_after_ms = retry_after_ms
         self.done_pages = 0
+
+    def after(self, pages: int) -> Self:
+        """The same error, of a list of which so many pages are done. Others may be told of the one that this is made from."""
+        mine = copy(self)
+        mine.done_pages = pages
+        return mine
 
 
 class BadRequest(KVStoreError):

@@ -230,4 +230,4 @@ class Answers(Generic[A]):
 
 def _typed(meta: bytes) -> KVStoreError:
     reply = unpack(ErrorReply, meta)
-    return error_from_code(reply.code, reply.message, reply.retry_after_ms)
+    return error_from_code(reply.code, reply.message, reply.retry_after_ms).after(reply.done_pages)

@@ -71,9 +71,12 @@ class HowFar:
         self._now = None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if len(self._all) < 2 or not isinstance(error, KVStoreError) or (now := self._now) is None:
+        if not isinstance(error, KVStoreError) or (now := self._now) is None:
             return
-        rest = "none are done" if now is self._all[0] else "those before are done, those after are not"
-        error.done_pages = now.first
-        error.message += f" (about pages {now.first} to {now.last - 1} of the list, which count from 0 in this: {rest})"
+        error.done_pages += now.first
+        done = f"the first {error.done_pages} of the list are done" if error.done_pages else "none are done"
+        if len(self._all) > 1:
+            error.message += f" (about pages {now.first} to {now.last - 1} of the list, which count from 0 in this: {done})"
+        elif error.done_pages:
+            error.message += f" ({done})"
         error.args = (error.message,)

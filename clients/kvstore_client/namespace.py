@@ -235,7 +235,7 @@ class Namespace(PrefixCalls, TextCalls):
 
         In a flat namespace `tokens` are the digests of pages that each stand alone, in any order, each once. They go in commits of at most
         256 pages and about 16 MiB: of each, all pages are put or none. The first that fails ends the put: its error's `done_pages` says
-        that the pages before that one are put.
+        that the pages before that one are put, and durable if they were to be: of a commit that SSD took only a part of, too.
 
         Raises MissingParent if the pages before are not in the store, and NoSpace.
         """

@@ -114,7 +114,9 @@ class Outbox:
     async def error(self, request: int, error: KVStoreError) -> None:
         """Say why a request failed."""
         self._stats.errors[error.code] += 1
-        message = ErrorReply(code=error.code, message=error.message, retry_after_ms=error.retry_after_ms)
+        message = ErrorReply(
+            code=error.code, message=error.message, retry_after_ms=error.retry_after_ms, done_pages=error.done_pages
+        )  # fmt: skip
         await self.reply(request, FrameType.ERROR, message)
 
     async def last_words(self, error: KVStoreError) -> None:

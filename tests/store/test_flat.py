@@ -290,6 +290,27 @@ async def test_a_put_larger_than_dram_is_refused(tmp_path: Path) -> None:
         check(store)
 
 
+async def test_a_durable_put_that_ssd_has_no_room_for_says_which_pages_are_durable(tmp_path: Path) -> None:
+    given = config(tmp_path / "d", dram_bytes=1 << 20, ssd_bytes=20 * 4080, batch_bytes=6000)
+    async with Store(given) as store:
+        space = await store.create_namespace(settings_of(ONE))
+        await put_pages(store, space, pages_of(*range(200, 212, 2)), ack=Ack.DURABLE)
+        pages = pages_of(*range(100, 116, 2))  # no two with the same bytes
+        with pytest.raises(NoSpace) as caught:
+            await put_pages(store, space, pages, ack=Ack.DURABLE)
+        durable = [space.is_durable(space.tree.pages.find_key(key_of(space, page))) for page in pages]
+        assert 0 < caught.value.done_pages == durable.index(False)
+        check(store)
+        with pytest.raises(NoSpace) as again:
+            await put_pages(store, space, pages[caught.value.done_pages :], ack=Ack.DURABLE)
+        assert again.value.done_pages == 0
+        assert await put_pages(store, space, pages[: caught.value.done_pages], B, ack=Ack.DURABLE) == PutResult(0, sum(durable), 0)
+    async with Store(given) as store:
+        space = store.space("default", space.id)
+        await store.loaded.wait()
+        assert there(store, space, pages)[: caught.value.done_pages] == [True] * caught.value.done_pages
+
+
 async def test_several_pages_are_pinned_abandoned_and_deleted(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space, prefixes = await store.create_namespace(settings_of(ONE)), store.prefixes

@@ -46,11 +46,12 @@ class Welcome(Message):
 
 
 class ErrorReply(Message):
-    """A typed error; it ends the request."""
+    """A typed error; it ends the request. Of a list of pages those before `done_pages` are done."""
 
     code: str
     message: str
     retry_after_ms: int | None = None
+    done_pages: int = 0
 
 
 class Cancel(Message):

@@ -103,7 +103,8 @@ class Writeback:
 
         `rewrite` writes the records of these pages even if they have one, because what it says has changed. Raises NoSpace if the
         SSD tier can't take them (everything on it is leased or retained, or the disk is full), DiskFailing if it refuses writes,
-        Busy if it takes longer than `wait_s`: then the pages may still become durable.
+        Busy if it takes longer than `wait_s`: then the pages may still become durable. The error's `done_pages` are those at the front
+        that are.
         """
         wait_s = self._wait_s if wait_s is None else wait_s
         deadline = time.monotonic() + wait_s
@@ -125,6 +126,8 @@ class Writeback:
                 if late:
                     raise Busy(f"{len(late)} pages are not durable after {wait_s:g} s: the SSD is slow", retry_after_ms=1000)
             return sum(done.result() for done in waiting)
+        except KVStoreError as error:
+            raise error.after(_done_at_the_front(requests)) from error
         finally:
             for request in requests:
                 if request.done is not None and not request.done.cancel():
@@ -274,3 +277,11 @@ class Writeback:
         task.cancel()
         await asyncio.wait([task])
         return not stuck
+
+
+def _done_at_the_front(requests: list[WriteRequest]) -> int:
+    for number, request in enumerate(requests):
+        done = request.done
+        if done is None or not done.done() or done.cancelled() or done.exception() is not None or not done.result():
+            return number
+    return len(requests)
