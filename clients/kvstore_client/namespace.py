@@ -237,7 +237,8 @@ class Namespace(PrefixCalls, TextCalls):
         256 pages and about 16 MiB: of each, all pages are put or none. The first that fails ends the put: its error's `done_pages` says
         that the pages before that one are put, and durable if they were to be: of a commit that SSD took only a part of, too.
 
-        Raises MissingParent if the pages before are not in the store, and NoSpace.
+        Raises MissingParent if the pages before are not in the store, and NoSpace: also where there is no room for all of it, so that
+        what had come of it went again.
         """
         after = self._lease_of(base)  # once: it may be released while this goes on
         parts = by_default(self.spec, parts, put_id, wrapped=1) or (self.spec.whole(),)

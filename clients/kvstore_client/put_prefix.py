@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvstore.api.wire import BadRequest, KVSpec, PartRange
+from kvstore.api.wire import BadRequest, KVSpec, MissingParent, NoSpace, PartRange
 from kvstore.api.wire.put_messages import Committed, PutStart
 from kvstore_client.convert import part_list
 from kvstore_client.put import PUT_BYTES, PUT_PAGES, PutResult, commit_bytes, in_all, put_once
@@ -67,6 +67,15 @@ async def put_prefix(
     async with client.deadline(timeout):
         cut = list(layout.commits(PUT_PAGES, commit_bytes(client.pool, layout.spec, layout.parts, PUT_BYTES)))
         for first, last in cut:
-            if (part := asked.part_of(message, first, last)) is not None:
+            if (part := asked.part_of(message, first, last)) is None:
+                continue
+            try:
                 done.append(await put_once(client, *part, asked.source, layout, whole, progress, alone=len(cut) == 1))
+            except MissingParent as error:
+                if not done:
+                    raise
+                raise NoSpace(
+                    f"the first {first - layout.first_page} pages of this put are gone again before it was whole: to make room, if nobody "
+                    f"deleted them. Put it again when others need less, or give the daemon a larger --dram or --ssd ({error.message})"
+                ) from error
     return in_all(done)

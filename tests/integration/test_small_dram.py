@@ -1,11 +1,13 @@
 """Puts about as large as DRAM, and larger: the client cuts them so that each commit has room beside the one before."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore_client import AsyncClient, Client, Component, KVSpec
+from kvstore_client import AsyncClient, Client, Component, KVSpec, MissingParent, NoSpace
+from kvstore_client.put import put_once
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.raw import stat
 
@@ -48,3 +50,29 @@ def test_flat_pages_are_put_in_commits_that_fit(tmp_path: Path) -> None:
         namespace = client.namespace("flat", "rev-1", FLAT)
         assert namespace.put(labels, data).new_pages == 40
         assert stat(daemon.http)["totals"]["puts_no_space"] == 0
+
+
+async def test_a_put_whose_beginning_goes_before_it_is_whole_says_that_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = np.random.default_rng(4).integers(0, 256, 8 * CHAIN.page_bytes, dtype=np.uint8)
+    tokens, commits = np.arange(32, dtype=np.uint32), 0
+    with DaemonProcess(tmp_path / "data", "--dram", "16MiB", "--ssd", "128MiB") as daemon:
+        async with AsyncClient(daemon.endpoint) as client:
+            namespace = await client.namespace("gone", "rev-1", CHAIN)
+
+            async def and_then_the_front_goes(*given: Any, **options: Any) -> Any:
+                nonlocal commits
+                commits += 1
+                if commits == 2:
+                    await namespace.delete(tokens)  # as when others need the room
+                return await put_once(*given, **options)
+
+            monkeypatch.setattr("kvstore_client.put_prefix.put_once", and_then_the_front_goes)
+            with pytest.raises(NoSpace, match=r"the first [0-9] pages of this put are gone again before it was whole") as caught:
+                await namespace.put(tokens, data)
+            assert isinstance(caught.value.__cause__, MissingParent)
+            monkeypatch.undo()
+            with pytest.raises(MissingParent, match="but the store has 0 pages"):
+                await namespace.put(tokens, data[CHAIN.page_bytes :], first_page=1)
+            assert (await namespace.put(tokens, data)).new_pages == 8
