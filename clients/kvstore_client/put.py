@@ -34,20 +34,22 @@ PUT_BYTES = 64 << 20
 class PutResult:
     """Pages that are new in the store, that had a version already, and that still lack what other shards of the put id bring.
 
-    Of a flat namespace `existing` says which pages [first, last) of the call had one.
+    Of a flat namespace `existing` says which pages [first, last) of the call had one. `gained_pages` of the existing ones got windows or
+    states that they lacked; a daemon older than this says 0.
     """
 
     new_pages: int
     existing_pages: int
     pending_pages: int = 0
     existing: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    gained_pages: int = field(default=0, compare=False)
 
 
 def in_all(done: Iterable[PutResult | Committed]) -> PutResult:
     """What several commits, or puts, came to."""
-    counts = [(one.new_pages, one.existing_pages, one.pending_pages) for one in done]
-    new, existing, pending = (sum(column) for column in zip((0, 0, 0), *counts, strict=True))
-    return PutResult(new, existing, pending)
+    counts = [(one.new_pages, one.existing_pages, one.pending_pages, one.gained_pages) for one in done]
+    new, existing, pending, gained = (sum(column) for column in zip((0, 0, 0, 0), *counts, strict=True))
+    return PutResult(new, existing, pending, gained_pages=gained)
 
 
 def commit_bytes(pool: Pool, spec: KVSpec, parts: tuple[PartRange, ...], most: int) -> int:

@@ -168,8 +168,9 @@ def _answered_first(context: Context, put: Put) -> Reply | None:
 
 def _committed(result: PutResult, after: Callable[[], None] | None = None) -> Reply:
     done = Committed(
-        new_pages=result.new_pages, existing_pages=result.existing_pages, pending_pages=result.pending_pages, existing=list(result.existing)
-    )
+        new_pages=result.new_pages, existing_pages=result.existing_pages, pending_pages=result.pending_pages,
+        existing=list(result.existing), gained_pages=result.gained_pages,
+    )  # fmt: skip
     return Reply(FrameType.COMMITTED, done, after=after)
 
 

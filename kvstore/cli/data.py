@@ -66,9 +66,11 @@ def put(
         done = space.put(ids[: pages * words].data, content, first_page=first_page, parts=parts, durable=durable)
         seconds = time.perf_counter() - started
     if as_json:
-        print_json({"new_pages": done.new_pages, "existing_pages": done.existing_pages, "bytes": len(content), "seconds": seconds})
+        counts = {"new_pages": done.new_pages, "existing_pages": done.existing_pages, "gained_pages": done.gained_pages}
+        print_json({**counts, "bytes": len(content), "seconds": seconds})
     else:
         were = f"{done.existing_pages} {'was' if done.existing_pages == 1 else 'were'} there"
+        were += f" ({done.gained_pages} of them lacked something that they have now)" if done.gained_pages else ""
         typer.echo(f"{counted(done.new_pages, 'new page')}, {were}; {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 

@@ -242,3 +242,17 @@ async def test_an_identical_second_try_is_no_overlap(tmp_path: Path) -> None:
         with pytest.raises(BadRequest, match="another shard"):
             await store.begin_put(1, space, PutRequest(b"a" * 16, tokens_of((1,)), {}, 0, (PartRange(0, 0, 2, 0, 2),), Ack.MEMORY))
         check(store)
+
+
+async def test_a_put_says_how_many_pages_gained_a_window_or_a_state(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d")) as store:
+        space = await store.create_namespace(SETTINGS)
+        first = await put_shard(store, space, (1, 2, 3), b"a" * 16, None, window_pages=0, with_state=False)
+        assert (first.new_pages, first.gained_pages) == (3, 0)
+        half = await put_shard(store, space, (1, 2, 3), b"b" * 16, 0, window_pages=2)
+        assert (half.existing_pages, half.gained_pages) == (3, 0), "the other half is still to come"
+        other = await put_shard(store, space, (1, 2, 3), b"b" * 16, 1, window_pages=2)
+        assert (other.new_pages, other.existing_pages, other.gained_pages) == (0, 3, 2), "its last two have windows, the last a state"
+        again = await put_shard(store, space, (1, 2, 3), b"c" * 16, None, window_pages=2)
+        assert (again.existing_pages, again.gained_pages) == (3, 0)
+        check(store)

@@ -168,6 +168,7 @@ class ShardMachine(EvictingMachine):
         except BadRequest:
             return  # it overlaps with what another shard of the same put id brings
         assert result.new_pages + result.existing_pages + result.pending_pages == len(prefix) - first
+        assert result.gained_pages <= result.existing_pages
         if durable and not result.pending_pages and self.match(prefix).pages == len(prefix):
             self.durable.add(prefix)
 

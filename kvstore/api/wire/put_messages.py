@@ -51,12 +51,16 @@ class PutHandle(Message):
 
 
 class Committed(Message):
-    """How a put ended. Pending pages still lack other shards. `existing`: in a flat namespace, which pages [first, last) had a version."""
+    """How a put ended. Pending pages still lack other shards. `existing`: in a flat namespace, which pages [first, last) had a version.
+
+    `gained_pages` of those that had one got optional components that they lacked.
+    """
 
     new_pages: int
     existing_pages: int
     pending_pages: int = 0
     existing: list[tuple[int, int]] = []
+    gained_pages: int = 0
 
 
 class Follow(Message):

@@ -14,7 +14,7 @@ from kvstore.radix.pages import Slots
 from kvstore.store.dram.copies import Copies
 from kvstore.store.puts.assembly import ADVANCED_AT_ONCE, Assemblies, Assembly, Bringing
 from kvstore.store.puts.open_puts import OpenPuts
-from kvstore.store.puts.pages import runs_of, slots_of
+from kvstore.store.puts.pages import Had, runs_of, slots_of
 from kvstore.store.puts.plain import is_plain
 from kvstore.store.puts.put import Put
 from kvstore.store.puts.request import Ack, PutResult
@@ -70,11 +70,11 @@ class Commits:
         """Commit a plain put. Its client has been told, so what must not happen here is a miss to all."""
         pages = put.total_pages - put.first_page
         try:
-            existed = slots_of(put) >= 0
-            _, waiting = self._take_in(put, existed)
+            had = Had.now(put)
+            _, waiting = self._take_in(put, had.existed)
             went_on = next(self._assemblies.advance_each(put.space, put.request.put_id, waiting), [])
             self.wake_waiters()
-            done = self._committed(put, slots_of(put), existed, went_on)
+            done = self._committed(put, slots_of(put), had, went_on)
         except Exception:  # noqa: BLE001 - the answer is out
             _log.exception("a put of %d pages was acknowledged, but could not be taken in: they are not there", pages)
             self._open.abort(put)
@@ -101,8 +101,8 @@ class Commits:
         cancelled: asyncio.CancelledError | None = None
         try:
             put.check_complete()
-            existed = slots_of(put) >= 0
-            entered, waiting = self._take_in(put, existed)
+            had = Had.now(put)
+            entered, waiting = self._take_in(put, had.existed)
             steps = self._assemblies.advance_each(put.space, put.request.put_id, waiting)
             went_on = next(steps, [])
             if len(waiting) > ADVANCED_AT_ONCE:
@@ -123,16 +123,14 @@ class Commits:
         except BaseException:
             self._open.abort(put)
             raise
-        result = self._committed(put, slots, existed, went_on)
+        result = self._committed(put, slots, had, went_on)
         if cancelled is not None:
             raise cancelled
         return result
 
-    def _committed(
-        self, put: Put, slots: Slots, existed: npt.NDArray[np.bool_], went_on: list[tuple[Assembly, bytes]]
-    ) -> PutResult:  # fmt: skip
+    def _committed(self, put: Put, slots: Slots, had: Had, went_on: list[tuple[Assembly, bytes]]) -> PutResult:
         """A put's pages are where they belong: note the uses, and what is to become durable without anybody who waits for it."""
-        space, stats = put.space, self._stats
+        space, stats, existed = put.space, self._stats, had.existed
         if space.spec.flat:
             self._uses.use_alone(space, slots[existed & (slots >= 0)], put.request.hints)
             self._uses.use_alone(space, slots[~existed & (slots >= 0)], put.request.hints, put=True)
@@ -152,7 +150,8 @@ class Commits:
         if durable and not whole and space.spec.flat:  # nobody waits for those that are here
             for page in np.flatnonzero(slots >= 0).tolist():
                 self._promise_later(space, put.key(page))
-        return PutResult(there - before, before, len(slots) - there, runs_of(existed) if space.spec.flat else ())
+        existing = runs_of(existed) if space.spec.flat else ()
+        return PutResult(there - before, before, len(slots) - there, existing, had.gained(put, slots))
 
     def _use_prefixes(self, put: Put, slots: Slots, existed: npt.NDArray[np.bool_], went_on: list[tuple[Assembly, bytes]]) -> None:
         """Record the use of what a put has as its pages now, and of what went on with it."""

@@ -1,7 +1,8 @@
 """Which pages a put is of, how they are named, and which of them are there: a run of a prefix, or pages that each stand alone."""
 
 import asyncio
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +101,29 @@ def masks_of(put: Put) -> Masks:
         return np.zeros(put.total_pages - put.first_page, np.uint16)  # nor is any page below it
     slots = slots_of(put)
     return np.where(slots >= 0, pages.components[slots], np.uint16(0)).astype(np.uint16)
+
+
+@dataclass(frozen=True, slots=True)
+class Had:
+    """Which pages of a put existed before it was taken in, and with which components (only if there are optional ones)."""
+
+    existed: npt.NDArray[np.bool_]
+    components: Masks
+
+    @classmethod
+    def now(cls, put: Put) -> Self:
+        """As it is now."""
+        slots, tree = slots_of(put), put.space.tree
+        existed = slots >= 0
+        return cls(existed, tree.pages.components[slots[existed]] if tree.rules.optional else np.empty(0, np.uint16))
+
+    def gained(self, put: Put, slots: Slots) -> int:
+        """How many of those have a component more, now that the put's pages are in these slots."""
+        if not len(self.components):
+            return 0
+        now = slots[self.existed]
+        more = put.space.tree.pages.components[now] & ~self.components
+        return int(np.count_nonzero((now >= 0) & (more != 0)))
 
 
 def runs_of(which: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:

@@ -39,13 +39,14 @@ class PutRequest:
 class PutResult:
     """How a put ended: pages in its range that are new, that had a version already (`exists`), and that still lack other shards.
 
-    In a flat namespace `existing` says which had one, as half-open runs.
+    In a flat namespace `existing` says which had one, as half-open runs. `gained_pages` of them got windows or states that they lacked.
     """
 
     new_pages: int
     existing_pages: int
     pending_pages: int = 0
     existing: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    gained_pages: int = field(default=0, compare=False)
 
 
 def check_parts(spec: KVSpec, request: PutRequest, total_pages: int) -> None:
