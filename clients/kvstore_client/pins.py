@@ -1,11 +1,11 @@
-"""Making a pin so that it is made once, however often it has to be asked for, and not at all if its number is never heard of."""
+"""Making a pin so that it is made once, however often it is asked for, and not at all if nobody hears of its number; and ending it."""
 
 import asyncio
 import logging
 import secrets
 from typing import TYPE_CHECKING
 
-from kvstore.api.wire import FrameType, KVStoreError
+from kvstore.api.wire import FrameType, KVStoreError, NotFound
 from kvstore.api.wire.messages import Empty, Pinned, Prefix
 from kvstore_client.answers import refused
 from kvstore_client.connection import Connection
@@ -36,6 +36,24 @@ async def pin_once(client: "AsyncClient", message: Prefix, payload: bytes | memo
         if len(over) > 1 or (over and not refused(error)):
             client.owe(_unpin(client, message, over[-1]))
         raise
+
+
+async def unpin(client: "AsyncClient", message: Pinned, timeout: float | None) -> None:
+    """End a pin. Where the answer to an earlier try was lost, a pin that is not there is one that has ended."""
+    asked = False
+
+    async def attempt() -> None:
+        nonlocal asked
+        connection = await client.for_requests()
+        before, asked = asked, True
+        try:
+            await connection.call(FrameType.UNPIN, message, Empty)
+        except NotFound:
+            if not before:
+                raise
+
+    async with client.deadline(timeout):
+        await client.pool.retry(attempt)
 
 
 async def _unpin(client: "AsyncClient", message: Prefix, over: Connection) -> None:

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 from kvstore.api.wire import BadRequest, FrameType, Hints, KVSpec
-from kvstore.api.wire.messages import Affected, Empty, Pinned, Prefetched, Prefix
+from kvstore.api.wire.messages import Affected, Pinned, Prefetched, Prefix
 from kvstore_client.arguments import FLAG, checked
 from kvstore_client.lists import LIST_PAGES, HowFar, Piece, pieces
-from kvstore_client.pins import pin_once
+from kvstore_client.pins import pin_once, unpin
 from kvstore_client.times import milliseconds
 from kvstore_client.tokens import Extras, Tokens, token_view
 
@@ -68,8 +68,8 @@ class PrefixCalls:
 
     @checked()
     async def unpin(self, pin: int, timeout: float | None = None) -> None:
-        """End a pin. Raises NotFound if it is over."""
-        await self.client.call(FrameType.UNPIN, Pinned(pin=pin, pages=0, namespace=self.id), Empty, timeout=timeout)
+        """End a pin. Raises NotFound if it is over: after a call that ended by its deadline that may be its own doing."""
+        await unpin(self.client, Pinned(pin=pin, pages=0, namespace=self.id), timeout)
 
     @checked()
     async def abandon(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.api.wire import FrameType
-from kvstore_client import AsyncClient, Component, Conflict, ConnectionLost, DeadlineExceeded, KVSpec
+from kvstore_client import AsyncClient, Component, Conflict, ConnectionLost, DeadlineExceeded, KVSpec, NotFound
 from kvstore_client.connection import Connection
 from kvstore_client.namespace import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
@@ -45,14 +45,14 @@ async def is_unpinned(namespace: Namespace) -> None:
     pytest.fail("a pin is left over")
 
 
-def unheard(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
-    """The connection breaks when the daemon has answered a PIN, so often. Returns the pages that it told of."""
+def unheard(monkeypatch: pytest.MonkeyPatch, times: int, of: FrameType = FrameType.PIN) -> list[int]:
+    """The connection breaks when the daemon has answered a PIN, or another request, so often. Returns the pages that it told of."""
     call, told = Connection.call, list[int]()
 
     async def cut_off(self: Connection, kind: FrameType, message: Any, *rest: Any) -> Any:
         answer = await call(self, kind, message, *rest)
-        if kind is FrameType.PIN:
-            told.append(answer[0].pages)
+        if kind is of:
+            told.append(getattr(answer[0], "pages", 0))
             if len(told) <= times:
                 self._channel.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionLost("cut off")
@@ -69,6 +69,16 @@ async def test_a_pin_that_is_asked_for_again_is_the_same_one(namespace: Namespac
     with pytest.raises(Conflict):
         await namespace.delete(PAGES)
     await namespace.unpin(number)
+    assert await namespace.delete(PAGES) == 20
+
+
+async def test_an_unpin_whose_answer_is_lost_is_no_error(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, _ = await namespace.pin(PAGES, 60)
+    told = unheard(monkeypatch, 1, FrameType.UNPIN)
+    await namespace.unpin(number)
+    assert len(told) == 1, "the second time it is not there"
+    with pytest.raises(NotFound):
+        await namespace.unpin(number)
     assert await namespace.delete(PAGES) == 20
 
 
