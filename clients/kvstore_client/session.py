@@ -99,6 +99,11 @@ class Session:
             raise
         return self.pages
 
+    @property
+    def _flat(self) -> bool:
+        """Whether each page stands alone: then nothing builds on a lease, and all digests are matched each time."""
+        return self.namespace.spec.flat
+
     def _raise_if_closed(self) -> None:
         if self._closed:
             raise BadRequest("this session was closed: make another, and extend it by its tokens")
@@ -106,7 +111,7 @@ class Session:
     async def _seek(self) -> None:
         old = self._match
         found = None
-        if old is not None and old.lease:
+        if old is not None and old.lease and not self._flat:
             try:
                 found = await self.namespace.match(
                     self._after(old.pages), lease_s=self.lease_s, base=old, hints=self.hints, estimate=self._costs
@@ -138,7 +143,10 @@ class Session:
         self._raise_if_closed()
         options["parts"] = by_default(self.namespace.spec, options.get("parts"), options.get("put_id"))
         options = {"durable": durable, "progress": progress, "hints": replace(self.hints, ended=ended), **options}
-        done = await self._put_after_lease(data, options)
+        if self._flat:
+            done: PutResult | None = await self.namespace.put(self._whole_pages_after(self.pages), data, **options)
+        else:
+            done = await self._put_after_lease(data, options)
         if done is None:
             done = await self.namespace.put(self._whole_pages_after(0), data, first_page=self.pages, **options)
         await self._seek()

@@ -252,3 +252,25 @@ async def test_durable_pages_are_there_after_a_kill(tmp_path: Path) -> None:
                 assert match.pages == 70
                 await namespace.fetch(match, out)
             assert np.array_equal(out, data)
+
+
+async def test_a_session_goes_on_in_a_flat_namespace(either_daemon: DaemonProcess) -> None:
+    names, data = digests(range(12)), data_of(SMALL, 12, 7)
+    async with AsyncClient(either_daemon.endpoint, timeout=20) as client:
+        namespace = await client.namespace("flat-session", "rev", SMALL)
+        await namespace.put(b"".join(names[:3]), data[:3])
+        async with namespace.session() as session:
+            assert await session.extend(names[:2]) == 2
+            assert await session.extend(b"".join(names[2:6])) == 3
+            assert await session.put(data[3:6]) == PutResult(3, 0)
+            assert session.pages == 6
+            assert await session.extend(names[6:8]) == 6
+            assert await session.put(data[6:8], durable=True) == PutResult(2, 0)
+            out = np.zeros_like(data[:8])
+            await session.fetch(out)
+            assert np.array_equal(out, data[:8])
+            await namespace.delete(b"".join(names[9:]))
+            assert await session.abandon(from_page=5) == 3
+            assert await session.extend(names[8:9]) == 5, "of what is after a missing page nothing counts"
+        await namespace.drop()
+    wait_for_baseline(either_daemon.http)
