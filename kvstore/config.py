@@ -64,7 +64,7 @@ class Config(BaseModel):
     high_watermark: float = Field(0.92, gt=0, le=1, description="share of DRAM at which the mover starts to demote")
     low_watermark: float = Field(0.85, gt=0, le=1, description="share of DRAM at which it stops")
     put_wait: float = Field(1.0, ge=0, le=60, description="seconds a put waits for room before it gets `busy`")
-    put_idle: float = Field(60.0, gt=0, le=3600, description="seconds without a slice after which a put is dropped")
+    put_idle: float = Field(60.0, gt=0, le=3600, description="seconds without a slice after which a put is given up")
     durable_wait: float = Field(20.0, gt=0, le=600, description="seconds a durable put waits for SSD before it gets `busy`")
     scrub_rate: Size = Field(32 << 20, ge=0, description="bytes a second that the scrubber verifies at rest; 0 turns it off")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="seconds a clean stop may spend on flushing")

@@ -39,7 +39,7 @@ async def _recipes_delete(context: Context, message: Prefix, payload: bytes) -> 
 
 async def _drop(context: Context, message: Prefix, payload: bytes) -> Reply:
     tokens, extras = split_tokens(payload, message.extra_pages)
-    pages = await context.store.prefixes.drop(space_of(context, message.namespace), tokens, extras, message.first_page)
+    pages = await context.store.prefixes.drop_to_text(space_of(context, message.namespace), tokens, extras, message.first_page)
     return Reply(FrameType.AFFECTED, Affected(pages=pages))
 
 

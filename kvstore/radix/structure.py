@@ -105,7 +105,7 @@ class TreeStructure(TreeTables):
         self.pages.part[slots] = self.parts.add(blobs, *geometry(ranges), after=self.pages.part[slots])
         self.pages.components[slots] |= new.masks()
 
-    def drop_components(self, slot: int, components: int) -> tuple[list[int], list[int]]:
+    def take_components(self, slot: int, components: int) -> tuple[list[int], list[int]]:
         """Take optional components (a mask) from a page. Returns their blobs, and those of them that its durable record names."""
         first, out = self.parts.take_out(int(self.pages.part[slot]), components)
         self.pages.part[slot] = first

@@ -192,7 +192,7 @@ class Prefixes:
             await self._writeback.emptied()
         return len(slots)
 
-    async def drop(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
+    async def drop_to_text(self, space: Space, tokens: bytes, extras: Extras, from_page: int = 0) -> int:
         """Give up the page `from_page` of a prefix and all below it on DRAM and SSD, and keep their recipes. Returns the pages.
 
         Raises Conflict if the namespace has none, or a page has none, or is leased.

@@ -143,7 +143,7 @@ class Space(SpaceBlobs):
             self.tree.remove(slot)
         self.stats.dropped_pages += removed.pages
         if self.tree.rules.optional and (at := self.tree.pages.find_key(above)) >= 0:
-            self._drop_useless(self.tree.path_to(at))
+            self._take_useless(self.tree.path_to(at))
         if self.tree.ghost_count > self.max_ghosts:
             self.forget_ghosts(self.tree.ghost_count - self.max_ghosts + self.max_ghosts // 16)
         return removed.pages
@@ -181,13 +181,13 @@ class Space(SpaceBlobs):
             self._watcher.forgotten(self, with_all_below(self.tree, self.tree.coldest(self.tree.ghost_slots(), count)))
             self.tree.forget_ghosts(count)
 
-    def drop_components(self, slot: int, components: int) -> None:
+    def take_components(self, slot: int, components: int) -> None:
         """Take optional components (a mask) from a page, and what that makes useless from the pages around it."""
-        self._drop_parts(slot, components)
-        self._drop_useless(self.tree.path_to(slot))
+        self._take_parts(slot, components)
+        self._take_useless(self.tree.path_to(slot))
 
-    def _drop_parts(self, slot: int, components: int) -> None:
-        blobs, named = self.tree.drop_components(slot, components)
+    def _take_parts(self, slot: int, components: int) -> None:
+        blobs, named = self.tree.take_components(slot, components)
         np.subtract.at(self.blobs.pages, blobs, 1)
         if named:
             self._outdate(self.tree.pages.key_bytes(slot), named)
@@ -200,12 +200,12 @@ class Space(SpaceBlobs):
             self.pin(row)
         self._trash.outdated.append((self, key, rows))
 
-    def _drop_useless(self, path: Path) -> None:
+    def _take_useless(self, path: Path) -> None:
         """Drop optional parts that no boundary can use any more, now that something changed at or after the end of `path`."""
         for rule in self.tree.rules.optional if not self.loading else ():  # what is still to come may use them
             for slot in useless_parts(self.tree, rule, path):
                 self.stats.useless_parts += 1
-                self._drop_parts(slot, rule.bit)
+                self._take_parts(slot, rule.bit)
 
     def mark_durable(self, slot: int, named: list[int]) -> None:
         """Record that a page's journal record is durable, and the bytes of the blob rows that it names."""
@@ -261,7 +261,7 @@ class Space(SpaceBlobs):
             if slot < 0:
                 continue
             if not self.tree.rules.required >> component & 1:
-                self.drop_components(slot, 1 << component)
+                self.take_components(slot, 1 << component)
                 continue
             if self.tree.pages.leases[slot]:
                 self.end_holds(self, slot)

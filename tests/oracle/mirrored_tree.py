@@ -68,7 +68,7 @@ class MirroredTree:
             self._lose(prefix, after)
         for prefix in before.keys() & after.keys():
             if lost := before[prefix] & ~after[prefix]:
-                self._tree.drop_components(self._slot(prefix), self._component_mask(lost))
+                self._tree.take_components(self._slot(prefix), self._component_mask(lost))
             if gained := after[prefix] & ~before[prefix]:
                 slot = np.array([self._slot(prefix)], np.int32)
                 self._tree.add_parts(slot, self._optional_blobs([gained]), self._optional_ranges)

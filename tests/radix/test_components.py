@@ -86,7 +86,7 @@ def test_optional_parts_come_and_go() -> None:
     check(tree)
     assert tree.pages.components[slots].tolist() == [1, 1, 1, 3, 3, 7]
     assert sorted(tree.parts_of(slots[3:4]).blob.tolist()) == [12, 90, 91]
-    assert tree.drop_components(int(slots[5]), 0b010) == ([21, 22], [])
+    assert tree.take_components(int(slots[5]), 0b010) == ([21, 22], [])
     check(tree)
     assert tree.pages.components[slots].tolist() == [1, 1, 1, 3, 3, 5]
     assert tree.parts_of(slots[5:]).blob.tolist() == [20, 23]

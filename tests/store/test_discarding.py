@@ -22,18 +22,18 @@ async def test_what_can_not_be_dropped(tmp_path: Path) -> None:
         plain = await store.create_namespace(settings_named())
         await put(store, plain, (1,), b"v" * 16)
         with pytest.raises(Conflict, match="keeps no recipes"):
-            await store.prefixes.drop(plain, tokens_of((1,)), {}, 0)
+            await store.prefixes.drop_to_text(plain, tokens_of((1,)), {}, 0)
         space = await store.create_namespace(NamespaceSettings("default", "r", "model r", SPEC, recipes=True))
         await put(store, space, (1, 2), b"v" * 16)
         lease = store.match(space, tokens_of((1, 2)), {}, owner=1, lease_s=60).lease
         with pytest.raises(Conflict, match="leased"):
-            await store.prefixes.drop(space, tokens_of((1, 2)), {}, 0)
+            await store.prefixes.drop_to_text(space, tokens_of((1, 2)), {}, 0)
         assert lease is not None
         store.release_lease(1, lease.id)
         await store.recipes.flush(5)
         space.tree.pages.flags[space.tree.pages.find_key(keys_of(space, (1, 2))[1])] &= ~np.uint8(RECIPE)
         with pytest.raises(Conflict, match="1 of these pages have no recipe"):
-            await store.prefixes.drop(space, tokens_of((1, 2)), {}, 0)
+            await store.prefixes.drop_to_text(space, tokens_of((1, 2)), {}, 0)
 
 
 async def test_a_page_stays_as_long_as_one_below_it_has_no_recipe(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ async def test_budget(tmp_path: Path) -> None:
         for number in range(1, 80):
             await put(store, space, (number,), b"v" * 16)
             await store.recipes.flush(5)
-            await store.prefixes.drop(space, tokens_of((number,)), {}, 0)
+            await store.prefixes.drop_to_text(space, tokens_of((number,)), {}, 0)
             assert store.figures.usage()["text"].used <= 16_000
         assert store.stats.recipes_evicted > 20
         assert await rebuildable(store, space, (1,)) == 0
@@ -69,7 +69,7 @@ async def test_budget(tmp_path: Path) -> None:
         flagged = int(((space.tree.pages.flags[slots] & RECIPE) != 0).sum())
         assert flagged == store.recipes.holding(space).recipes < len(slots)
         with pytest.raises(Conflict, match="no recipe"):
-            await store.prefixes.drop(space, tokens_of((0, 1)), {}, 0)
+            await store.prefixes.drop_to_text(space, tokens_of((0, 1)), {}, 0)
 
 
 async def test_age(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ async def test_age(tmp_path: Path) -> None:
         space = await store.create_namespace(settings_named(recipes=True))
         await put(store, space, (1,), b"v" * 16)
         await put(store, space, (2,), b"v" * 16)
-        await store.prefixes.drop(space, tokens_of((1,)), {}, 0)
+        await store.prefixes.drop_to_text(space, tokens_of((1,)), {}, 0)
         clock.not_before(clock.now() + 200)
         await store.recipes._budget.expire(100.0)
         assert await rebuildable(store, space, (1,)) == 0

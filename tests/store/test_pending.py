@@ -208,7 +208,7 @@ async def test_a_second_try_from_another_client_keeps_what_the_first_brought(tmp
         assert await put_shard(store, space, (1, 2), b"a" * 16, 1) == PutResult(2, 0, 0)
         await put_shard(store, space, (7,), b"b" * 16, 0, owner=1)
         again = await store.begin_put(2, space, PutRequest(b"b" * 16, tokens_of((7,)), {}, 0, parts_of(0)[:2], Ack.MEMORY))
-        store._puts.assemblies.drop(store._puts.assemblies.of_space(space)[0])
+        store._puts.assemblies.give_up(store._puts.assemblies.of_space(space)[0])
         with pytest.raises(Busy, match="put it again"):
             await store.commit_put(again)
         check(store)

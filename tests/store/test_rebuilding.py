@@ -29,7 +29,7 @@ async def text_only(store: Store, prefix: Prefix, first: int = 0) -> Space:
     """A namespace with a prefix whose pages from `first` on are dropped to text."""
     space = await store.create_namespace(settings_named(recipes=True))
     await put(store, space, prefix, b"v" * 16)
-    await store.prefixes.drop(space, tokens_of(prefix), {}, first)
+    await store.prefixes.drop_to_text(space, tokens_of(prefix), {}, first)
     return space
 
 
@@ -171,7 +171,7 @@ async def test_a_long_prefix_that_went_is_read_in_few_steps(tmp_path: Path, monk
         waiting = asyncio.create_task(store.rebuilding.bring(space, tokens_of(prefix), {}, 20))
         while not len(store.rebuilding.queue):
             await asyncio.sleep(0.01)
-        await store.prefixes.drop(space, tokens_of(prefix), {}, 0)
+        await store.prefixes.drop_to_text(space, tokens_of(prefix), {}, 0)
         reads, look_now = 0, store.recipes._threads.read
 
         async def counted(call: Any, *arguments: Any) -> Any:
@@ -197,7 +197,7 @@ async def test_what_a_worker_is_given_is_made_in_a_thread(tmp_path: Path, monkey
         send(upload)
         await store.commit_put(upload)
         await store.recipes.flush(5)
-        await store.prefixes.drop(space, tokens, extras, 2)
+        await store.prefixes.drop_to_text(space, tokens, extras, 2)
         threads, geometry_now = set(), rebuild_work._geometry
 
         def seen(*arguments: Any) -> Any:
@@ -237,7 +237,7 @@ async def test_checks(tmp_path: Path) -> None:
         assert store.stats.rebuild_new_versions == 0
         waiting = asyncio.create_task(store.rebuilding.check(space, tokens_of((1, 2, 3)), {}, 0, 20))
         await asyncio.sleep(0.05)
-        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 0)
+        await store.prefixes.drop_to_text(space, tokens_of((1, 2, 3)), {}, 0)
         assert await store.rebuilding.claim(WORKER, "default", None, 0, 1) is None
         with pytest.raises(RebuildFailed, match="gone"):
             await waiting
@@ -273,7 +273,7 @@ async def test_ahead_of_need_only_if_it_pays(tmp_path: Path) -> None:
         space = await store.create_namespace(settings_named(recipes=True, prefill=Prefill(0.5)))
         await put(store, space, (1, 2, 3), b"v" * 16)
         assert await store.rebuilding.ahead(space, tokens_of((1, 2, 3)), {}) == (0, "")
-        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 1)
+        await store.prefixes.drop_to_text(space, tokens_of((1, 2, 3)), {}, 1)
         assert await store.rebuilding.ahead(space, tokens_of((1, 2, 3)), {}) == (0, "no rebuild worker has asked for work of late")
         assert await store.rebuilding.claim(WORKER, "default", None, 0, 1) is None
         # Two pages of four tokens, half a second each by what the namespace says; nothing was computed yet.

@@ -74,16 +74,16 @@ async def test_dropped_to_text_and_reported(tmp_path: Path, never_blocks: BlockB
         await put(store, space, (1, 2, 3, 4), b"v" * 16, Ack.DURABLE)
         await put(store, space, (1, 2, 9), b"v" * 16)
         assert await rebuildable(store, space, (1, 2, 3, 4)) == 0
-        assert await store.prefixes.drop(space, tokens_of((1, 2, 3, 4)), {}, 1) == 4  # with (1, 2, 9), which hangs from it
+        assert await store.prefixes.drop_to_text(space, tokens_of((1, 2, 3, 4)), {}, 1) == 4  # with (1, 2, 9), which hangs from it
         assert matched(store, space, (1, 2, 3, 4)) == 1
         assert await rebuildable(store, space, (1, 2, 3, 4)) == 3
         assert await rebuildable(store, space, (1, 2, 9, 7)) == 2
         assert await rebuildable(store, space, (1, 7, 3)) == 0
         await store.settle()
         check(store)
-        assert await store.prefixes.drop(space, tokens_of((1,)), {}, 0) == 1
+        assert await store.prefixes.drop_to_text(space, tokens_of((1,)), {}, 0) == 1
         assert await rebuildable(store, space, (1, 2, 3, 4)) == 4
-        assert await store.prefixes.drop(space, tokens_of((1,)), {}, 0) == 0
+        assert await store.prefixes.drop_to_text(space, tokens_of((1,)), {}, 0) == 0
         assert store.figures.usage()["ssd"].used == 0
         # What a delete, or an explicit call, takes is gone for good.
         assert await store.prefixes.delete(space, tokens_of((1, 2, 3)), {}, 2) == 0
@@ -109,7 +109,7 @@ async def test_whatever_was_put_is_there_or_can_be_computed_again(tmp_path: Path
                 prefix: Prefix = tuple(rng.integers(0, 3, rng.integers(1, 6)).tolist())
                 match rng.integers(0, 8):
                     case 0:
-                        await store.prefixes.drop(space, tokens_of(prefix), {}, int(rng.integers(0, len(prefix))))
+                        await store.prefixes.drop_to_text(space, tokens_of(prefix), {}, int(rng.integers(0, len(prefix))))
                     case 1 if rng.integers(0, 3) == 0:
                         first = int(rng.integers(0, len(prefix)))
                         await store.prefixes.delete(space, tokens_of(prefix), {}, first)
@@ -133,7 +133,7 @@ async def test_they_outlive_restarts_and_go_with_their_namespace(tmp_path: Path)
         space = await store.create_namespace(settings_named(recipes=True))
         await put(store, space, (1, 2, 3), b"v" * 16, Ack.DURABLE)
         await put(store, space, (7, 8), b"v" * 16)
-        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 0)
+        await store.prefixes.drop_to_text(space, tokens_of((1, 2, 3)), {}, 0)
     assert check_stopped(tmp_path / "d", lambda _: None).clean
     async with Store(config(tmp_path / "d")) as store:
         (space,) = store.namespaces("default")
@@ -157,7 +157,7 @@ async def test_pages_whose_recipes_were_lost_get_them_again(tmp_path: Path) -> N
     async with Store(config(tmp_path / "d")) as store:
         (space,) = store.namespaces("default")
         assert all(recipe is not None for recipe in await recipes_of(store, space, (1, 2, 3)))
-        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 0)
+        await store.prefixes.drop_to_text(space, tokens_of((1, 2, 3)), {}, 0)
         assert await rebuildable(store, space, (1, 2, 3)) == 3
 
 
@@ -172,7 +172,7 @@ async def test_flipped_bits_in_recipes_are_noticed(tmp_path: Path) -> None:
             await put(store, space, (number, 1, 2), b"v" * 16, Ack.DURABLE)
         before = {number: await recipes_of(store, space, (number, 1, 2)) for number in range(8)}
         for number in range(4):
-            await store.prefixes.drop(space, tokens_of((number,)), {}, 0)
+            await store.prefixes.drop_to_text(space, tokens_of((number,)), {}, 0)
     file = tmp_path / "d" / "recipes" / "data.mdb"
     good, found = file.read_bytes(), list[tuple[bool, bool] | None]()
     for trial in range(8):
@@ -353,7 +353,7 @@ async def test_a_write_whose_caller_is_cancelled_is_waited_for(tmp_path: Path, m
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named(recipes=True))
         await put(store, space, (1, 2, 3), b"v" * 16)
-        await store.prefixes.drop(space, tokens_of((1, 2, 3)), {}, 0)
+        await store.prefixes.drop_to_text(space, tokens_of((1, 2, 3)), {}, 0)
         begun, go_on, commit_now = asyncio.Event(), threading.Event(), store.recipes.file.commit
         loop = asyncio.get_running_loop()
 

@@ -73,7 +73,7 @@ class RecipeRoutes:
     async def _drop(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, DropBody), self._service.space(request)
         first = space.spec.first_page(from_token=body.from_token)
-        return reply(Affected(pages=await self._service.store.prefixes.drop(space, body.token_bytes(), {}, first)))
+        return reply(Affected(pages=await self._service.store.prefixes.drop_to_text(space, body.token_bytes(), {}, first)))
 
     async def _state(self, request: web.Request) -> web.Response:
         space, rebuilding = self._service.space(request), self._service.store.rebuilding

@@ -168,7 +168,7 @@ def free_dram(unit: Unit) -> int:
     return freed
 
 
-def drop(unit: Unit) -> bool:
+def discard(unit: Unit) -> bool:
     """Give a unit up in all tiers, unless its page is leased or gone. False if a put or the namespace does not let it go."""
     space = unit.space
     slot = space.tree.pages.find_key(unit.key)
@@ -181,13 +181,13 @@ def drop(unit: Unit) -> bool:
         return False
     if unit.required and space.tree.pages.flags[slot] & DURABLE:  # only what was added to it since is not on SSD
         space.stats.dropped_parts += 1
-        space.drop_components(slot, space.unnamed_components(slot))
+        space.take_components(slot, space.unnamed_components(slot))
         free_dram(unit)
     elif unit.required:
         space.remove_page(slot)
     else:
         space.stats.dropped_parts += 1
-        space.drop_components(slot, unit.components)
+        space.take_components(slot, unit.components)
     return True
 
 
@@ -233,5 +233,5 @@ def _give_up_on_ssd(unit: Unit, footprint: Callable[[int], int]) -> int:
         space.forget_durable(slot)
     else:
         space.stats.dropped_parts += 1
-        space.drop_components(slot, unit.components)
+        space.take_components(slot, unit.components)
     return space.freed_on_ssd(blobs, outdated, footprint)

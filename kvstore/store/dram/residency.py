@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.columns import distinct
 from kvstore.errors import Busy, DiskFailing, KVStoreError, NoSpace
 from kvstore.radix.pages import Slots
-from kvstore.store.dram.eviction import Unit, dram_victims, drop, evict_ssd, free_dram
+from kvstore.store.dram.eviction import Unit, discard, dram_victims, evict_ssd, free_dram
 from kvstore.store.dram.replacement import DRAM, SSD, Replacement
 from kvstore.store.dram.spares import Spares
 from kvstore.store.dram.vacate import Vacator
@@ -122,7 +122,7 @@ class Residency:
             self._demand -= demand
 
     async def _room_or_pause(self) -> None:
-        """Wait for word of room, in steps: it also comes from leases that end and puts that are dropped, which announce nothing."""
+        """Wait for word of room, in steps: it also comes from leases that end and puts that are given up, which announce nothing."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ROOM_POLL_S), self._room:
                 await self._room.wait()
@@ -258,12 +258,12 @@ class Residency:
             else:
                 pending.append(unit)
         before = self._arena.usage().used
-        pending = self._drop_unwanted(pending)
+        pending = self._discard_unwanted(pending)
         freed += before - self._arena.usage().used
         for first in range(0, len(pending), 64):
             freed += await self._demote(pending[first : first + 64])
             await self.announce_room()
-        self.writeback.poke()  # what was dropped is to be deleted
+        self.writeback.poke()  # what was discarded is to be deleted
         return freed
 
     def _free(self, unit: Unit, slot: int) -> int:
@@ -273,7 +273,7 @@ class Residency:
             self._replacement.left(DRAM, unit.space, np.array([slot], np.int32))
         return freed
 
-    def _drop_unwanted(self, units: list[Unit]) -> list[Unit]:
+    def _discard_unwanted(self, units: list[Unit]) -> list[Unit]:
         """Give up the units that are not worth writing to SSD. Returns the others."""
         by_space: dict[int, list[Unit]] = {}
         for unit in units:
@@ -287,7 +287,7 @@ class Residency:
             promised = partial(self.writeback.promised, space)
             admitted = np.isin(slots, asked[self._replacement.admits(space, asked, promised)])
             for unit, wanted in zip(mine, admitted.tolist(), strict=True):
-                if wanted or not unit.required or not drop(unit):
+                if wanted or not unit.required or not discard(unit):
                     kept.append(unit)
                 else:
                     self._stats.refused_pages += 1
@@ -316,18 +316,18 @@ class Residency:
                     stay.add(space.number)  # the disk may have room again soon
             except (Busy, DiskFailing):
                 stay.add(space.number)
-        dropped = 0
+        discarded = 0
         for unit in units:
             if (slot := unit.slot_unless_used()) < 0:
                 continue
             if unit.space.is_durable(slot):
                 self._free(unit, slot)
-            elif unit.space.number not in stay and drop(unit):
-                dropped += 1
+            elif unit.space.number not in stay and discard(unit):
+                discarded += 1
             elif unit.space.number not in stay and (unit.space.text is None or unit.space.text.idle):
                 self._refused.add(unit.space.number)
-        if dropped:
-            _log.warning("%d pages were dropped from DRAM: %s", dropped, "; ".join(dict.fromkeys(refused.values())))
+        if discarded:
+            _log.warning("%d pages were discarded, as SSD does not take them: %s", discarded, "; ".join(dict.fromkeys(refused.values())))
         return before - self._arena.usage().used
 
     def _of(self, tenant: str | None) -> list[Space]:

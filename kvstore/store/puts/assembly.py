@@ -239,7 +239,7 @@ class Assemblies:
             went_on = self._advance_one(own) if own is not None else []
         except KVStoreError:
             if own is not None:
-                self.drop(own)
+                self.give_up(own)
             raise
         return went_on + self.advance_others(space) if went_on and not space.spec.flat else went_on
 
@@ -255,7 +255,7 @@ class Assemblies:
                         gained = self._advance_one(other)
                     except KVStoreError as error:
                         _log.warning("pages that waited for others are given up: %s", error.message)
-                        self.drop(other)
+                        self.give_up(other)
                         continue
                     went_on += gained
                     more |= bool(gained)
@@ -285,17 +285,17 @@ class Assemblies:
                 self._own(owner, assembly)
         return any(assembly is not None for assembly in found)
 
-    def drop(self, assembly: Assembly) -> None:
+    def give_up(self, assembly: Assembly) -> None:
         """Give up what is pending."""
         self._remove(assembly)
         for pending in assembly.pending:
             self.pages -= len(pending.rows)
             let_go(assembly.space, pending, slice(None), pending.rows >= 0)
 
-    def drop_all(self) -> None:
+    def give_up_all(self) -> None:
         """Give up everything."""
         for assembly in list(self._by_id.values()):
-            self.drop(assembly)
+            self.give_up(assembly)
 
     # --- giving up many, some at a time --------------------------------------------------------------------------------
 
@@ -343,4 +343,4 @@ class Assemblies:
                 self._doomed.popleft()
                 continue
             if assembly is not None:
-                self.drop(assembly)
+                self.give_up(assembly)

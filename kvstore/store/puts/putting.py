@@ -220,7 +220,7 @@ class Puts:
         """The daemon stops: everything under way ends."""
         for put in self.open:
             self.open.abort(put)
-        self.assemblies.drop_all()
+        self.assemblies.give_up_all()
 
 
 def _hold_alone(put: Put) -> None:
