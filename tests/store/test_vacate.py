@@ -11,8 +11,11 @@ from kvstore.digests import slice_digest
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store, StoreConfig
 from kvstore.store.checking.check import check
-from kvstore.store.dram.vacate import Vacator
+from kvstore.store.dram.vacate import Vacator, leased_blobs
 from kvstore.tiers.watermarks import Watermarks
+from tests.store.test_store import config as machine_config
+from tests.store.test_store import put as put_prefix
+from tests.store.test_store import settings_named, tokens_of
 
 OWNER = 1
 PART = PartRange(0, 0, 1, 0, 1)
@@ -229,3 +232,21 @@ async def test_empty_segments_go_back_to_the_system_after_a_while(tmp_path: Path
             await asyncio.sleep(0.01)
         assert (store.figures.dram_segments.count, store.figures.dram_segments.held) == (1, 0)
         await settle(store)
+
+
+async def test_what_a_run_was_moved_from_is_not_leased(tmp_path: Path) -> None:
+    async with Store(machine_config(tmp_path / "d")) as store:
+        space = await store.create_namespace(settings_named())
+        for prefix in ((1,), (2,)):
+            await put_prefix(store, space, prefix, b"a" * 16, Ack.MEMORY)
+        lease = store.match(space, tokens_of((1,)), {}, owner=OWNER, lease_s=60).lease
+        before = int(space.tree.path_slots(space.tree.match(tokens_of((1,))))[0])
+        await put_prefix(store, space, (1, 3, 4), b"a" * 16, Ack.MEMORY, first=1)
+        after = int(space.tree.path_slots(space.tree.match(tokens_of((1,))))[0])
+        assert before != after, "the run was not moved"
+        assert sorted(np.flatnonzero(leased_blobs(space)).tolist()) == sorted(space.rows_of(after))
+        assert lease is not None
+        store.release_lease(OWNER, lease.id)
+        assert space.tree.pages.leases[before], "the place says what it did"
+        assert not leased_blobs(space).any()
+        check(store)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.radix.tables import ROOT
 from kvstore.store.space import Space
 from kvstore.store.space_blobs import OWNER_ROW, OWNER_SHIFT
 from kvstore.store.stats import Stats
@@ -197,8 +198,8 @@ class Vacator:
 def leased_blobs(space: Space) -> npt.NDArray[np.bool_]:
     """For each row of the blob table, whether a leased page needs it."""
     tree, mask = space.tree, np.zeros(space.blobs.slots.high, np.bool_)
-    slots = tree.live_slots()
-    part = tree.pages.part[slots[tree.pages.leases[slots] > 0]]
+    slots = np.flatnonzero(tree.pages.leases[: tree.pages.ranges.high])
+    part = tree.pages.part[slots[tree.pages.node[slots] > ROOT]]  # a place that a run was moved from still says what it did
     while len(part := part[part >= 0]):
         rows = tree.parts.blob[part]
         mask[rows[rows >= 0]] = True
