@@ -25,7 +25,7 @@ from kvstore.tiers.watermarks import Watermarks
 
 _MIN_TIER = 1 << 20
 _ENVIRONMENT = "KVSTORE_"
-CLIENT_VARIABLES = ("KVSTORE_HTTP", "KVSTORE_ENDPOINT", "KVSTORE_TOKEN", "KVSTORE_TLS_CA")
+CLIENT_VARIABLES = ("KVSTORE_HTTP", "KVSTORE_ENDPOINT", "KVSTORE_TOKEN", "KVSTORE_TLS_CA", "KVSTORE_TIMEOUT")
 """What the command line and the SDK read: no settings of the daemon, and no mistakes in its environment."""
 _TESTS = "KVSTORE_TEST_"
 _KUBERNETES = re.compile(r"KVSTORE_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")

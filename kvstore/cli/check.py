@@ -21,7 +21,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kvstore.cli.child import go_on_in_a_child
 from kvstore.cli.common import (
     DEFAULT_HTTP,
+    DEFAULT_TIMEOUT_S,
     JsonOption,
+    TimeoutOption,
     counted,
     http_json,
     http_open,
@@ -35,6 +37,8 @@ from kvstore.sizes import parse_size
 
 Tell = Callable[[str, int, int], None]
 _LINE_S = 5.0
+_LONGEST_STEP_S = 60.0
+"""Between two lines of a daemon that checks its store."""
 _SHOWN = 20
 
 
@@ -49,6 +53,7 @@ def check(
         str | None, typer.Option("--http", envvar="KVSTORE_HTTP", help=f"Check a running daemon's store; by default {DEFAULT_HTTP}.")
     ] = None,
     rate: Annotated[str | None, typer.Option(help="Of a running daemon: bytes a second to read at most, for example 200MiB.")] = None,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Verify trees, journal and every blob of a stopped or running store. Changes nothing.
@@ -62,11 +67,11 @@ def check(
 
         data_dir = load_config({}, config).data_dir
     if data_dir is None and http is not None:
-        look: Callable[[Tell], dict[str, Any]] = partial(_running, http, bytes_per_s)
+        look: Callable[[Tell], dict[str, Any]] = partial(_running, http, bytes_per_s, timeout)
     elif (signal_number := go_on_in_a_child()) is not None:
         look = partial(_ended, signal_number)
     else:
-        look = partial(_stopped, data_dir, http, bytes_per_s)
+        look = partial(_stopped, data_dir, http, bytes_per_s, timeout)
     with _progress(quiet=as_json) as tell:
         report = look(tell)
     if as_json:
@@ -83,7 +88,7 @@ def _rate(text: str | None) -> int | None:
         raise BadRequest(f"--rate: {error}") from error
 
 
-def _stopped(data_dir: Path | None, http: str | None, rate: int | None, tell: Tell) -> dict[str, Any]:
+def _stopped(data_dir: Path | None, http: str | None, rate: int | None, timeout: float, tell: Tell) -> dict[str, Any]:
     from kvstore.config import default_data_dir  # the other commands start faster without the daemon's imports
     from kvstore.store.checking.stopped import check_stopped
     from kvstore.store.datadir import DataDirInUse
@@ -92,7 +97,7 @@ def _stopped(data_dir: Path | None, http: str | None, rate: int | None, tell: Te
     try:
         report = check_stopped(path, lambda p: tell(p.namespace, p.done_bytes, p.total_bytes))
     except DataDirInUse as error:
-        return _locked(error, http or DEFAULT_HTTP, rate, tell)
+        return _locked(error, http or DEFAULT_HTTP, rate, timeout, tell)
     return asdict(report)
 
 
@@ -107,23 +112,24 @@ def _ended(signal_number: int, _: Tell) -> dict[str, Any]:
     return asdict(report)
 
 
-def _locked(error: KVStoreError, http: str, rate: int | None, tell: Tell) -> dict[str, Any]:
+def _locked(error: KVStoreError, http: str, rate: int | None, timeout: float, tell: Tell) -> dict[str, Any]:
     """Somebody has the directory: it should be the daemon at `http`."""
     try:
-        pid = http_json(http, "/v1/stat").get("pid")
+        pid = http_json(http, "/v1/stat", timeout=timeout).get("pid")
     except KVStoreError as refused:
         raise DataDirError(f"{error.message}; and {refused.message}") from None
     holder = re.search(r"\(pid (\d+)\)", error.message)
     if holder is not None and pid is not None and int(holder[1]) != pid:
         raise DataDirError(f"{error.message}; the daemon at {http} is another one (pid {pid}): give the right one with --http alone")
-    return _running(http, rate, tell)
+    return _running(http, rate, timeout, tell)
 
 
-def _running(base: str, rate: int | None, tell: Tell) -> dict[str, Any]:
-    """Have a daemon check its own store, and follow it."""
+def _running(base: str, rate: int | None, timeout: float, tell: Tell) -> dict[str, Any]:
+    """Have a daemon that answers in time check its own store, and follow it."""
+    http_json(base, "/healthz", timeout=timeout)
     query = "" if rate is None else f"?bytes_per_s={rate}"
     try:
-        with http_open(base, f"/v1/check{query}", method="POST", timeout=60) as response:
+        with http_open(base, f"/v1/check{query}", method="POST", timeout=_LONGEST_STEP_S) as response:
             for raw in response:
                 line = json.loads(raw)
                 if line["event"] == "progress":

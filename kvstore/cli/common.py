@@ -1,5 +1,6 @@
 """What several commands need: where the daemon is, tokens from the command line, and output for people or scripts."""
 
+import contextlib
 import functools
 import http.client
 import json
@@ -8,14 +9,14 @@ import ssl
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from kvstore.errors import BadRequest, ConnectionLost, KVStoreError, NotFound, error_from_code
+from kvstore.errors import BadRequest, ConnectionLost, DeadlineExceeded, KVStoreError, NotFound, error_from_code
 
 if TYPE_CHECKING:  # imported where they are needed: commands that need neither numpy nor the SDK start in half the time without
     import numpy as np
@@ -26,7 +27,11 @@ if TYPE_CHECKING:  # imported where they are needed: commands that need neither 
 
 DEFAULT_HTTP = "http://127.0.0.1:7420"
 DEFAULT_DATA = "127.0.0.1:7421"
+DEFAULT_TIMEOUT_S = 10.0
 _PIPED_WIDTH = 10_000
+_SLOWEST = 8 << 20
+"""Bytes a second that are moved at least, by a disk or a network that works at all."""
+_LATE = "is the daemon stopped, stuck or far away? --timeout gives it longer"
 _TEXT = b"0123456789+-,[] \t\r\n"
 """What lists of numbers are written with. As raw numbers, four such bytes would be more than 150 million: no token id."""
 
@@ -42,6 +47,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NamespaceArgument = Annotated[str, typer.Argument(help="Namespace, by name or id.")]
 PrefillOption = Annotated[float, typer.Option(min=0, help="Microseconds to compute a token; 0 if it is not known.")]
 PositionOption = Annotated[float, typer.Option(min=0, help="Nanoseconds more for each token before it.")]
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        envvar="KVSTORE_TIMEOUT",
+        help="Seconds to wait for each answer of the daemon; where pages move, a second more for each 8 MiB.",
+    ),
+]
 TokensOption = Annotated[
     str,
     typer.Option(
@@ -71,14 +84,26 @@ class Credentials:
 credentials = Credentials()
 
 
-def connect(endpoint: str) -> "Client":
-    """A client of the data plane."""
+@contextlib.contextmanager
+def connect(endpoint: str, timeout: float) -> Iterator["Client"]:
+    """A client of the data plane, each of whose calls may take `timeout` seconds. What was waited for in vain is said."""
     from kvstore_client import Client
 
-    return Client(endpoint, token=credentials.token, tls=credentials.tls(endpoint))
+    waited_for = "a first answer"
+    try:
+        with Client(endpoint, token=credentials.token, tls=credentials.tls(endpoint), timeout=timeout) as client:
+            waited_for = "the answer to what it was asked"
+            yield client
+    except DeadlineExceeded as late:
+        raise DeadlineExceeded(f"{late.message} (waited for {waited_for}): {_LATE}") from late
 
 
-def http_open(base: str, path: str, *, method: str = "GET", body: object | None = None, timeout: float = 30) -> Any:
+def moving_s(timeout: float, nbytes: int) -> float:
+    """How long so many bytes may take to be moved."""
+    return timeout + nbytes / _SLOWEST
+
+
+def http_open(base: str, path: str, *, method: str = "GET", body: object | None = None, timeout: float) -> Any:
     """The response to one request to the control plane, to be closed. The only place that makes one. Raises BadRequest for no URL."""
     if not base.startswith(("http://", "https://")):
         raise BadRequest(f"--http is {base!r}, which is no URL: give http://HOST:PORT (or https://), such as {DEFAULT_HTTP}")
@@ -88,15 +113,17 @@ def http_open(base: str, path: str, *, method: str = "GET", body: object | None 
     return urllib.request.urlopen(request, timeout=timeout, context=credentials.tls(base))
 
 
-def http_json(base: str, path: str, *, method: str = "GET", body: object | None = None) -> Any:
-    """One request to the control plane. Raises the daemon's typed error, or ConnectionLost."""
+def http_json(base: str, path: str, *, method: str = "GET", body: object | None = None, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
+    """One request to the control plane. Raises the daemon's typed error, ConnectionLost or DeadlineExceeded."""
     try:
-        with http_open(base, path, method=method, body=body) as response:
+        with http_open(base, path, method=method, body=body, timeout=timeout) as response:
             raw = response.read()
             return json.loads(raw) if raw else None
     except urllib.error.HTTPError as error:
         raise http_problem(error) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(getattr(error, "reason", error), TimeoutError):
+            raise DeadlineExceeded(f"no answer from {base} within {timeout:g} s (waited for {method} {path}): {_LATE}") from None
         raise unreachable(base, error) from None
 
 

@@ -13,16 +13,19 @@ from rich.table import Table
 
 from kvstore.cli.common import (
     DEFAULT_DATA,
+    DEFAULT_TIMEOUT_S,
     EndpointOption,
     JsonOption,
     NamespaceArgument,
     PositionOption,
     PrefillOption,
+    TimeoutOption,
     TokensOption,
     connect,
     counted,
     load_npy,
     misses,
+    moving_s,
     parse_tokens,
     print_json,
     seconds_text,
@@ -44,6 +47,7 @@ def put(
     first_page: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="First page to put; those before must be in the store.")] = 0,
     durable: Annotated[bool, typer.Option("--durable", help="Wait until a power cut can't take them.")] = False,
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Put the whole pages of a prefix; tokens past the last whole page are left out.
@@ -51,7 +55,7 @@ def put(
     The data is page after page. Of a hybrid model each page is all its components in order, on every page; the SDK can put less.
     """
     ids = parse_tokens(tokens)
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         words = space.spec.label_words
         pages = len(ids) // words
@@ -63,7 +67,9 @@ def put(
             check_size(space.spec, pages - first_page, len(content))
         parts = all_parts(space.spec)
         started = time.perf_counter()
-        done = space.put(ids[: pages * words].data, content, first_page=first_page, parts=parts, durable=durable)
+        done = space.put(
+            ids[: pages * words].data, content, first_page=first_page, parts=parts, durable=durable, timeout=moving_s(timeout, len(content))
+        )
         seconds = time.perf_counter() - started
     if as_json:
         counts = {"new_pages": done.new_pages, "existing_pages": done.existing_pages, "gained_pages": done.gained_pages}
@@ -90,6 +96,7 @@ def get(
     tokens: TokensOption,
     out: Annotated[Path, typer.Option("--out", "-o", help="File for the bytes of the matched pages; - for standard output.")],
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Fetch the longest prefix that is in the store. Exit code 1 if nothing of it is there, 2 for an error.
@@ -98,13 +105,13 @@ def get(
     prefix needs: windows and states of the last pages only.
     """
     ids = parse_tokens(tokens)
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         with space.match(ids.data) as match:
             if not match.pages:
                 raise NotFound(f"no page of this prefix is in {namespace}")
             started = time.perf_counter()
-            content = fetch(space, match)
+            content = fetch(space, match, moving_s(timeout, match.pages * space.spec.page_bytes))
             seconds = time.perf_counter() - started
             pages, matched = match.pages, match.tokens
     if str(out) == "-":
@@ -129,6 +136,7 @@ def match(
     prefill_us: PrefillOption = 0.0,
     prefill_ns_per_position: PositionOption = 0.0,
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Say how much of a prefix is in the store, and where. Changes nothing. Exit code 1 if nothing of it is, 2 for an error.
@@ -137,7 +145,7 @@ def match(
     """
     ids = parse_tokens(tokens)
     costs = Costs(prefill_us, prefill_ns_per_position)
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         found = space.match(ids.data, lease_s=0, estimate=costs if estimate or costs != Costs() else False)
         pages, matched, in_dram, asked = found.pages, found.tokens, found.dram_pages, asked_tokens(space.spec, ids)

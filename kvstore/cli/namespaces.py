@@ -9,10 +9,12 @@ from rich.table import Table
 
 from kvstore.cli.common import (
     DEFAULT_HTTP,
+    DEFAULT_TIMEOUT_S,
     HttpOption,
     JsonOption,
     PositionOption,
     PrefillOption,
+    TimeoutOption,
     counted,
     http_json,
     of_several_tenants,
@@ -28,9 +30,9 @@ app = typer.Typer(help="Create, list, describe and drop namespaces.", no_args_is
 
 
 @app.command("list")
-def list_namespaces(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None:
+def list_namespaces(http: HttpOption = DEFAULT_HTTP, timeout: TimeoutOption = DEFAULT_TIMEOUT_S, as_json: JsonOption = False) -> None:
     """List the namespaces of the token's tenant; with admin access those of all, each with its tenant."""
-    stat = http_json(http, "/v1/stat")
+    stat = http_json(http, "/v1/stat", timeout=timeout)
     items = stat["namespaces"]
     if as_json:
         print_json(items)
@@ -69,6 +71,7 @@ def create(
     ] = "exact",
     lossy: Annotated[bool, typer.Option("--lossy", help="Pages may be discarded before their recipes are durable.")] = False,
     http: HttpOption = DEFAULT_HTTP,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Create a namespace, or show it if it is there already."""
@@ -86,7 +89,7 @@ def create(
         "rebuild": rebuild,
         "lossy": lossy,
     }
-    made = http_json(http, "/v1/namespaces", method="POST", body=body)
+    made = http_json(http, "/v1/namespaces", method="POST", body=body, timeout=timeout)
     if as_json:
         print_json(made)
     else:
@@ -126,9 +129,14 @@ def _fingerprint(model: str, folder: Path | None, fingerprint: str, dtype: str) 
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="Name or id.")], http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="Name or id.")],
+    http: HttpOption = DEFAULT_HTTP,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
+    as_json: JsonOption = False,
+) -> None:
     """Describe a namespace."""
-    info = http_json(http, f"/v1/namespaces/{quote(name, safe='')}")
+    info = http_json(http, f"/v1/namespaces/{quote(name, safe='')}", timeout=timeout)
     if as_json:
         print_json(info)
         return
@@ -163,13 +171,14 @@ def drop(
     name: Annotated[str, typer.Argument(help="Name or id.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
     http: HttpOption = DEFAULT_HTTP,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Forget a namespace and everything in it; its space comes back at once."""
-    info = http_json(http, f"/v1/namespaces/{quote(name, safe='')}")
+    info = http_json(http, f"/v1/namespaces/{quote(name, safe='')}", timeout=timeout)
     if not yes:
         typer.confirm(f"Drop {info['name']} ({info['id']}) with {counted(info['pages'], 'page')}?", abort=True)
-    http_json(http, f"/v1/namespaces/{info['id']}", method="DELETE")
+    http_json(http, f"/v1/namespaces/{info['id']}", method="DELETE", timeout=timeout)
     if as_json:
         print_json({"dropped": info["id"], "name": info["name"], "pages": info["pages"]})
     else:

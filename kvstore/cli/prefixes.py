@@ -6,14 +6,17 @@ import typer
 
 from kvstore.cli.common import (
     DEFAULT_DATA,
+    DEFAULT_TIMEOUT_S,
     EndpointOption,
     FromTokenOption,
     JsonOption,
     NamespaceArgument,
+    TimeoutOption,
     TokensOption,
     connect,
     counted,
     misses,
+    moving_s,
     parse_tokens,
     print_json,
 )  # fmt: skip
@@ -22,13 +25,18 @@ from kvstore.errors import BadRequest, NotFound
 
 @misses
 def prefetch(
-    namespace: NamespaceArgument, tokens: TokensOption, endpoint: EndpointOption = DEFAULT_DATA, as_json: JsonOption = False
+    namespace: NamespaceArgument,
+    tokens: TokensOption,
+    endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
+    as_json: JsonOption = False,
 ) -> None:
     """Bring a prefix from SSD into DRAM, as far as there is room. Exit code 1 if nothing of it is there, 2 for an error."""
     ids = parse_tokens(tokens).data
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
-        blobs = space.prefetch(ids)
+        known = space.match(ids, lease_s=0)
+        blobs = space.prefetch(ids, timeout=moving_s(timeout, (known.pages - known.dram_pages) * space.spec.page_bytes))
         found = space.match(ids, lease_s=0)
         pages, in_dram = found.pages, found.dram_pages
     if not pages:
@@ -45,13 +53,14 @@ def pin(
     tokens: TokensOption,
     ttl: Annotated[float, typer.Option(help="Seconds from now after which it ends; at most 30 days.")],
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Keep a prefix from being evicted for some time. Exit code 1 if nothing of it is there, 2 for an error."""
     if not ttl > 0:
         raise BadRequest(f"--ttl is {ttl:g}: give the seconds that it lasts, more than 0")
     ids = parse_tokens(tokens).data
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         number, pages = client.namespace(namespace).pin(ids, ttl)
     if as_json:
         print_json({"pin": str(number), "pages": pages, "ttl_s": ttl})
@@ -64,10 +73,11 @@ def unpin(
     namespace: NamespaceArgument,
     number: Annotated[int, typer.Argument(metavar="PIN", min=0, max=(1 << 63) - 1, help="What `kvstore pin` printed.")],
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """End a pin. Exit code 1 if it is over already, 2 for an error."""
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         client.namespace(namespace).unpin(number)
     if as_json:
         print_json({"unpinned": str(number)})
@@ -82,6 +92,7 @@ def abandon(
     session: Annotated[str, typer.Option("--session", "-s", help="The session instead, as it is named in hints.")] = "",
     from_token: FromTokenOption = 0,
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Say that nobody will come back to a context, or a session: what only it uses is the first to go.
@@ -91,7 +102,7 @@ def abandon(
     if bool(tokens) == bool(session) or (session and from_token):
         raise BadRequest("say what to abandon: either --tokens, and perhaps --from-token, or --session")
     ids = parse_tokens(tokens).data if tokens else None
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         pages = space.abandon(ids, from_token=from_token) if ids is not None else space.abandon_session(session)
     _print_affected(pages, "abandoned", as_json)
@@ -103,11 +114,12 @@ def delete(
     tokens: TokensOption,
     from_token: FromTokenOption = 0,
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Delete a prefix and all that hangs from it, on every tier. Exit code 1 if nothing of it is there, 2 for an error."""
     ids = parse_tokens(tokens).data
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         pages = client.namespace(namespace).delete(ids, from_token=from_token)
     _print_affected(pages, "deleted", as_json)
 

@@ -8,10 +8,12 @@ import typer
 
 from kvstore.cli.common import (
     DEFAULT_DATA,
+    DEFAULT_TIMEOUT_S,
     EndpointOption,
     FromTokenOption,
     JsonOption,
     NamespaceArgument,
+    TimeoutOption,
     TokensOption,
     connect,
     counted,
@@ -37,12 +39,13 @@ def recipes(
     from_token: FromTokenOption = 0,
     everything: Annotated[bool, typer.Option("--all", help="Of the whole namespace.")] = False,
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Say how many recipes a namespace has, or delete some. Pages that are there keep theirs."""
     if delete != (bool(tokens) != everything):
         raise BadRequest("say which recipes to delete: --delete with either --tokens or --all")
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         deleted = 0
         if delete:
@@ -60,13 +63,14 @@ def drop(
     tokens: TokensOption,
     from_token: FromTokenOption = 0,
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Give up a prefix and all that hangs from it in DRAM and on SSD, and keep what it takes to compute it again.
 
     Exit code 1 if nothing of it is there, 2 for an error; pages without a recipe are refused.
     """
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         pages = client.namespace(namespace).drop_to_text(parse_tokens(tokens).data, from_token=from_token)
     if as_json:
         print_json({"dropped_pages": pages})
@@ -84,6 +88,7 @@ def rebuild(
     check: Annotated[bool, typer.Option("--check", help="Compute pages that are there once more, and compare them.")] = False,
     from_token: FromTokenOption = 0,
     endpoint: EndpointOption = DEFAULT_DATA,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Have the missing pages of a prefix computed again by a rebuild worker, and wait until they are there.
@@ -95,7 +100,7 @@ def rebuild(
         raise BadRequest("--from-token goes with --check: what is missing is computed from the first missing page on")
     ids = parse_tokens(tokens).data
     deadline = time.monotonic() + wait
-    with connect(endpoint) as client:
+    with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         if check:
             state = space.rebuild_check(ids, from_page=from_token // space.spec.page_tokens, wait_s=wait)

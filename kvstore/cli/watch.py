@@ -13,7 +13,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from kvstore.api.request_stats import quantile_s
-from kvstore.cli.common import DEFAULT_HTTP, HttpOption, JsonOption, http_json, of_several_tenants, print_json, size_text, table_console
+from kvstore.cli.common import (
+    DEFAULT_HTTP,
+    DEFAULT_TIMEOUT_S,
+    HttpOption,
+    JsonOption,
+    TimeoutOption,
+    http_json,
+    of_several_tenants,
+    print_json,
+    size_text,
+    table_console,
+)  # fmt: skip
 
 _FIRST_S = 1.0
 _RATES = (
@@ -25,9 +36,9 @@ _RATES = (
 )
 
 
-def status(http: HttpOption = DEFAULT_HTTP, as_json: JsonOption = False) -> None:
+def status(http: HttpOption = DEFAULT_HTTP, timeout: TimeoutOption = DEFAULT_TIMEOUT_S, as_json: JsonOption = False) -> None:
     """Show a daemon's tiers, namespaces and totals."""
-    stat = http_json(http, "/v1/stat")
+    stat = http_json(http, "/v1/stat", timeout=timeout)
     if as_json:
         print_json(stat)
         return
@@ -44,17 +55,18 @@ def top(
     http: HttpOption = DEFAULT_HTTP,
     interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between looks.")] = 1.0,
     count: Annotated[int, typer.Option(min=0, help="Stop after so many looks; 0 for never.")] = 0,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Watch a daemon live: tiers, rates and namespaces. Ctrl-C ends it. With --json a line a look, in a pipe tables in a row."""
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
-            for look in looks(http, interval, count):
+            for look in looks(http, interval, count, timeout):
                 print(json.dumps(look.stat | {"time": time.time(), "per_s": rates(*look)}), flush=True)
             return
         console = table_console()
         with Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext() as live:
-            for look in looks(http, interval, count):
+            for look in looks(http, interval, count, timeout):
                 if live is not None:
                     live.update(shown(*look))
                 else:
@@ -70,13 +82,13 @@ class Look(NamedTuple):
     seconds: float
 
 
-def looks(http: str, interval: float, count: int) -> Generator[Look, None, None]:
+def looks(http: str, interval: float, count: int, timeout: float = DEFAULT_TIMEOUT_S) -> Generator[Look, None, None]:
     """One look after the other. It is asked once before the first, for rates that are those of now."""
-    last, last_time = http_json(http, "/v1/stat"), time.monotonic()
+    last, last_time = http_json(http, "/v1/stat", timeout=timeout), time.monotonic()
     done = 0
     while not count or done < count:
         time.sleep(interval if done else min(interval, _FIRST_S))
-        stat, now = http_json(http, "/v1/stat"), time.monotonic()
+        stat, now = http_json(http, "/v1/stat", timeout=timeout), time.monotonic()
         yield Look(stat, last if last["epoch"] == stat["epoch"] else None, now - last_time)
         last, last_time = stat, now
         done += 1

@@ -28,16 +28,16 @@ def check_size(spec: KVSpec, pages: int, nbytes: int) -> None:
     raise BadRequest(f"the data has {nbytes} bytes, not the {pages * spec.page_bytes} of {what}{of_each}")
 
 
-def fetch(space: Namespace, match: Match) -> npt.NDArray[np.uint8]:
+def fetch(space: Namespace, match: Match, timeout: float) -> npt.NDArray[np.uint8]:
     """The bytes of all matched pages: of each the components that are needed there to go on from the end of the match.
 
-    A component that is needed on the last pages only (a window, a state) may not be stored for those before.
+    A component that is needed on the last pages only (a window, a state) may not be stored for those before. `timeout` bounds each.
     """
     spec, found = space.spec, list[tuple[int, int, npt.NDArray[np.uint8]]]()
     for part in all_parts(spec):
         first, last = (0, match.pages) if spec.flat else match.pages_of(part.component)
         out = np.empty((last - first, spec.part_bytes(part)), np.uint8)
-        space.fetch(match, out.reshape(-1), pages=(first, last), wanted=part)
+        space.fetch(match, out.reshape(-1), pages=(first, last), wanted=part, timeout=timeout)
         found.append((first, last, out))
     if len(found) == 1:
         return found[0][2].reshape(-1)

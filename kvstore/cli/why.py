@@ -10,9 +10,11 @@ from rich.table import Table
 
 from kvstore.cli.common import (
     DEFAULT_HTTP,
+    DEFAULT_TIMEOUT_S,
     HttpOption,
     JsonOption,
     NamespaceArgument,
+    TimeoutOption,
     TokensOption,
     counted,
     http_json,
@@ -30,6 +32,7 @@ def why(
     tokens: TokensOption,
     first_page: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Only from this page on.")] = 0,
     http: HttpOption = DEFAULT_HTTP,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Say where the pages of a prefix are, what the policy makes of them, and who would go first.
@@ -38,7 +41,7 @@ def why(
     """
     raw = parse_tokens(tokens).astype("<u4").tobytes()
     body = {"tokens_base64": b64encode(raw).decode("ascii"), "first_page": first_page}
-    told = http_json(http, f"/v1/namespaces/{quote(namespace, safe='')}/why", method="POST", body=body)
+    told = http_json(http, f"/v1/namespaces/{quote(namespace, safe='')}/why", method="POST", body=body, timeout=timeout)
     nothing = NotFound(_nothing(namespace, told["pages"], first_page))
     if not told["found"]:
         raise nothing
