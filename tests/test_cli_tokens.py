@@ -1,12 +1,14 @@
-"""Token ids as the command line takes them from files."""
+"""Token ids and digests as the command line takes them from files."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.cli.common import parse_tokens
+from kvstore.cli.labels import labels_of, parse_tokens
 from kvstore.errors import BadRequest
+from kvstore.kvspec import Component, KVSpec
 
 IDS = [11, 7, 128_000, 3]
 
@@ -29,3 +31,41 @@ def test_text_that_is_no_token_ids(tmp_path: Path, text: str, said: str) -> None
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(BadRequest, match=f"can't read tokens from .*{said}"):
         parse_tokens(f"@{tmp_path / 't.csv'}")
+
+
+SPEC = KVSpec(4, (Component("full", 1, 1, 8),), hash_bytes=16)
+TWO = bytes(range(32))
+
+
+def test_digests_from_files_are_hex_arrays_or_raw_bytes(tmp_path: Path) -> None:
+    (tmp_path / "hex").write_text(f"{TWO[:16].hex()}\n{TWO[16:].hex()}\n")
+    (tmp_path / "raw").write_bytes(TWO)
+    np.save(tmp_path / "rows.npy", np.frombuffer(TWO, np.uint8).reshape(2, 16))
+    np.save(tmp_path / "row.npy", np.frombuffer(TWO, np.uint8))
+    for name in ("hex", "raw", "rows.npy", "row.npy"):
+        given = labels_of("", f"@{tmp_path / name}")
+        assert (given.of(SPEC).tobytes(), given.tokens(SPEC)) == (TWO, 8), name
+
+
+@pytest.mark.parametrize(
+    ("digests", "said"),
+    [
+        (b"x" * 17, "17 bytes are not a whole number of digests of 16 bytes"),
+        (b"00" * 16 + b" " + b"11" * 15, "digest 1 has 15 bytes, and those of this namespace have 16"),
+        (b"00 0g", "5 bytes are not a whole number"),
+        (b"000", "'000', the number 0 from 0 on, is not in hex"),
+        (b"[]\n", "there are none"),
+        (b"", "there are none"),
+    ],
+)
+def test_what_is_no_digests(tmp_path: Path, digests: bytes, said: str) -> None:
+    (tmp_path / "d").write_bytes(digests)
+    with pytest.raises(BadRequest, match=said):
+        labels_of("", f"@{tmp_path / 'd'}").of(SPEC)
+
+
+@pytest.mark.parametrize("array", [np.zeros((2, 16), np.uint32), np.zeros((1, 1, 16), np.uint8), np.zeros((0, 16), np.uint8)])
+def test_an_array_that_is_no_digests(tmp_path: Path, array: "np.ndarray[Any, Any]") -> None:
+    np.save(tmp_path / "d.npy", array)
+    with pytest.raises(BadRequest, match=r"can't read digests from .*(not uint8 with one digest a row|there are none)"):
+        labels_of("", f"@{tmp_path / 'd.npy'}")

@@ -1,4 +1,4 @@
-"""What several commands need: where the daemon is, tokens from the command line, and output for people or scripts."""
+"""What several commands need: where the daemon is, how to ask it, and output for people or scripts."""
 
 import contextlib
 import functools
@@ -18,9 +18,7 @@ import typer
 
 from kvstore.errors import BadRequest, ConnectionLost, DeadlineExceeded, KVStoreError, NotFound, error_from_code
 
-if TYPE_CHECKING:  # imported where they are needed: commands that need neither numpy nor the SDK start in half the time without
-    import numpy as np
-    import numpy.typing as npt
+if TYPE_CHECKING:  # imported where they are needed: commands that need no SDK start in half the time without
     from rich.console import Console
 
     from kvstore_client import Client
@@ -32,8 +30,6 @@ _PIPED_WIDTH = 10_000
 _SLOWEST = 8 << 20
 """Bytes a second that are moved at least, by a disk or a network that works at all."""
 _LATE = "is the daemon stopped, stuck or far away? --timeout gives it longer"
-_TEXT = b"0123456789+-,[] \t\r\n"
-"""What lists of numbers are written with. As raw numbers, four such bytes would be more than 150 million: no token id."""
 
 P = ParamSpec("P")
 
@@ -53,14 +49,6 @@ TimeoutOption = Annotated[
         min=0.1,
         envvar="KVSTORE_TIMEOUT",
         help="Seconds to wait for each answer of the daemon; where pages move, a second more for each 8 MiB.",
-    ),
-]
-TokensOption = Annotated[
-    str,
-    typer.Option(
-        "--tokens",
-        "-t",
-        help="Token ids: 1,2,3 or @FILE (.npy, numbers as text, or raw uint32 little-endian), or - for numbers on standard input.",
     ),
 ]
 
@@ -179,56 +167,6 @@ def table_console() -> "Console":
 
     console = Console()
     return console if console.is_terminal else Console(width=_PIPED_WIDTH)
-
-
-def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
-    """Tokens as given on the command line; where pages are labelled with digests those, as words. Pass on its `data`. Raises BadRequest."""
-    import numpy as np
-
-    try:
-        if text == "-":
-            return _numbers(sys.stdin.read())
-        if text.startswith("@"):
-            path = Path(text[1:])
-            if path.suffix == ".txt":
-                return _numbers(path.read_text())
-            if path.suffix == ".npy":
-                loaded = load_npy(path)
-                if loaded.ndim != 1 or loaded.dtype.kind not in "iu":
-                    raise ValueError(f"a {loaded.ndim}-d array of {loaded.dtype}, not a 1-d array of integers")
-                return np.array(loaded.tolist(), np.uint32)
-            raw = path.read_bytes()
-            if not raw.translate(None, _TEXT):
-                return _numbers(raw.decode())
-            if len(raw) % 4:
-                raise ValueError(f"{len(raw)} bytes are not a whole number of uint32")
-            return np.frombuffer(raw, "<u4").astype(np.uint32)
-        return _numbers(text)
-    except (OSError, ValueError, OverflowError) as error:
-        raise BadRequest(f"can't read tokens from {text[:60]!r}: {error}") from error
-
-
-def load_npy(path: Path) -> "npt.NDArray[Any]":
-    """The array in an .npy file. Raises ValueError, also for one of Python objects: only pickle could read it, which runs what is in it."""
-    from numpy.lib import format as npy
-
-    with path.open("rb") as file:
-        try:
-            return npy.read_array(file, allow_pickle=False)
-        except ValueError as error:
-            if "Object arrays" not in str(error):
-                raise ValueError("it is not what numpy.save writes") from error
-            raise ValueError("it holds Python objects: save numbers, as with numpy.save(FILE, numpy.array(VALUES, 'uint32'))") from None
-
-
-def _numbers(text: str) -> "npt.NDArray[np.uint32]":
-    """Token ids between commas, brackets or white space."""
-    import numpy as np
-
-    parts = text.translate(str.maketrans(",[]", "   ")).split()
-    if not parts:
-        raise ValueError("there are none")
-    return np.array([int(part) for part in parts], np.uint32)
 
 
 def of_several_tenants(stat: dict[str, Any]) -> bool:

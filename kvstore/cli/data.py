@@ -20,30 +20,33 @@ from kvstore.cli.common import (
     PositionOption,
     PrefillOption,
     TimeoutOption,
-    TokensOption,
     connect,
     counted,
-    load_npy,
     misses,
     moving_s,
-    parse_tokens,
     print_json,
     seconds_text,
     size_text,
     table_console,
 )  # fmt: skip
-from kvstore.cli.whole_pages import all_parts, asked_tokens, check_size, fetch
+from kvstore.cli.labels import DigestsOption, TokensOption, labels_of, load_npy
+from kvstore.cli.whole_pages import all_parts, check_size, fetch
 from kvstore.errors import BadRequest, NotFound
 from kvstore_client.estimate import Costs, Estimate
 
 
 def put(
     namespace: NamespaceArgument,
-    tokens: TokensOption,
     data: Annotated[
         Path,
-        typer.Option("--data", "-d", help="File with the bytes of the pages from --first-page on; of an .npy file those of its array."),
+        typer.Option(
+            "--data",
+            "-d",
+            help="File with the bytes of the pages from --first-page on; of an .npy file those of its array. - for standard input.",
+        ),
     ],
+    tokens: TokensOption = "",
+    digests: DigestsOption = "",
     first_page: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="First page to put; those before must be in the store.")] = 0,
     durable: Annotated[bool, typer.Option("--durable", help="Wait until a power cut can't take them.")] = False,
     endpoint: EndpointOption = DEFAULT_DATA,
@@ -54,21 +57,22 @@ def put(
 
     The data is page after page. Of a hybrid model each page is all its components in order, on every page; the SDK can put less.
     """
-    ids = parse_tokens(tokens)
+    if "-" == str(data) in (tokens, digests):
+        raise BadRequest("standard input can't be both the data and what names its pages: give one of them as a file")
+    given = labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
-        words = space.spec.label_words
-        pages = len(ids) // words
+        labels, width = given.of(space.spec), 4 * space.spec.label_words
+        pages = len(labels) // width
         if not pages:
-            what = f"the digest of a page, which is {words} such numbers" if space.spec.hash_bytes else f"a page of {words}"
-            raise BadRequest(f"{len(ids)} tokens do not fill {what}")
+            raise BadRequest(f"{len(labels) // 4} tokens do not fill a page of {width // 4}")
         content = _read(data)
         if first_page < pages:
             check_size(space.spec, pages - first_page, len(content))
         parts = all_parts(space.spec)
         started = time.perf_counter()
         done = space.put(
-            ids[: pages * words].data, content, first_page=first_page, parts=parts, durable=durable, timeout=moving_s(timeout, len(content))
+            labels[: pages * width], content, first_page=first_page, parts=parts, durable=durable, timeout=moving_s(timeout, len(content))
         )
         seconds = time.perf_counter() - started
     if as_json:
@@ -81,8 +85,10 @@ def put(
 
 
 def _read(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file; of an .npy file those of its array. Raises BadRequest."""
+    """The bytes of a file, of an .npy file those of its array, or for - of standard input. Raises BadRequest."""
     try:
+        if str(path) == "-":
+            return np.frombuffer(sys.stdin.buffer.read(), np.uint8)
         if path.suffix == ".npy":
             return np.frombuffer(np.ascontiguousarray(load_npy(path)).data.cast("B"), np.uint8)
         return np.fromfile(path, np.uint8)
@@ -93,8 +99,9 @@ def _read(path: Path) -> npt.NDArray[np.uint8]:
 @misses
 def get(
     namespace: NamespaceArgument,
-    tokens: TokensOption,
     out: Annotated[Path, typer.Option("--out", "-o", help="File for the bytes of the matched pages; - for standard output.")],
+    tokens: TokensOption = "",
+    digests: DigestsOption = "",
     endpoint: EndpointOption = DEFAULT_DATA,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
@@ -104,10 +111,10 @@ def get(
     The bytes are page after page; of a hybrid model each page is those of its components, in order, that going on from the end of the
     prefix needs: windows and states of the last pages only.
     """
-    ids = parse_tokens(tokens)
+    given = labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
-        with space.match(ids.data) as match:
+        with space.match(given.of(space.spec)) as match:
             if not match.pages:
                 raise NotFound(f"no page of this prefix is in {namespace}")
             started = time.perf_counter()
@@ -124,14 +131,15 @@ def get(
     if as_json:
         print_json({"pages": pages, "tokens": matched, "bytes": len(content), "seconds": seconds})
     else:
-        of = f"{matched} of {asked_tokens(space.spec, ids)} tokens"
+        of = f"{matched} of {given.tokens(space.spec)} tokens"
         typer.echo(f"{counted(pages, 'page')} ({of}), {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 
 @misses
 def match(
     namespace: NamespaceArgument,
-    tokens: TokensOption,
+    tokens: TokensOption = "",
+    digests: DigestsOption = "",
     estimate: Annotated[bool, typer.Option("--estimate", help="Say what loading it costs beside computing it, and where to cut.")] = False,
     prefill_us: PrefillOption = 0.0,
     prefill_ns_per_position: PositionOption = 0.0,
@@ -143,12 +151,12 @@ def match(
 
     A prefill cost that is not given is that of the namespace.
     """
-    ids = parse_tokens(tokens)
+    given = labels_of(tokens, digests)
     costs = Costs(prefill_us, prefill_ns_per_position)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
-        found = space.match(ids.data, lease_s=0, estimate=costs if estimate or costs != Costs() else False)
-        pages, matched, in_dram, asked = found.pages, found.tokens, found.dram_pages, asked_tokens(space.spec, ids)
+        found = space.match(given.of(space.spec), lease_s=0, estimate=costs if estimate or costs != Costs() else False)
+        pages, matched, in_dram, asked = found.pages, found.tokens, found.dram_pages, given.tokens(space.spec)
     if as_json:
         told = {} if found.estimate is None else {"estimate": asdict(found.estimate)}
         print_json({"pages": pages, "tokens": matched, "asked_tokens": asked, "dram_pages": in_dram, **told})

@@ -61,6 +61,10 @@ def create(
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPE_BYTES)}.")] = "bf16",
     planes: Annotated[int, typer.Option(help="2 for keys and values, 1 for a compressed latent.")] = 2,
     page_tokens: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    hash_bytes: Annotated[
+        int, typer.Option(help="Pages are labelled with digests of so many bytes (16 to 32) that the engine gives, not with token ids.")
+    ] = 0,
+    flat: Annotated[bool, typer.Option("--flat", help="Those digests form no chains: each page stands alone.")] = False,
     recipes: Annotated[bool, typer.Option("--recipes", help="Allow token ids on disk, so that pages can be rebuilt.")] = False,
     retention: Annotated[int, typer.Option(help="Seconds that durable pages are kept at least.")] = 86_400,
     ttl: Annotated[int, typer.Option(help="Seconds without use after which pages are removed; 0 for never.")] = 0,
@@ -76,7 +80,7 @@ def create(
 ) -> None:
     """Create a namespace, or show it if it is there already."""
     shape: dict[str, int | str | None] = {"kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "planes": planes}
-    spec = KVSpec(page_tokens, _components(layers, shape, component or []))
+    spec = KVSpec(page_tokens, _components(layers, shape, component or []), hash_bytes=hash_bytes, flat=flat)
     body = {
         "name": name,
         "fingerprint": _fingerprint(model, model_folder, fingerprint, dtype),

@@ -12,29 +12,30 @@ from kvstore.cli.common import (
     JsonOption,
     NamespaceArgument,
     TimeoutOption,
-    TokensOption,
     connect,
     counted,
     misses,
     moving_s,
-    parse_tokens,
     print_json,
 )  # fmt: skip
+from kvstore.cli.labels import DigestsOption, TokensOption, labels_of
 from kvstore.errors import BadRequest, NotFound
 
 
 @misses
 def prefetch(
     namespace: NamespaceArgument,
-    tokens: TokensOption,
+    tokens: TokensOption = "",
+    digests: DigestsOption = "",
     endpoint: EndpointOption = DEFAULT_DATA,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Bring a prefix from SSD into DRAM, as far as there is room. Exit code 1 if nothing of it is there, 2 for an error."""
-    ids = parse_tokens(tokens).data
+    given = labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
+        ids = given.of(space.spec)
         known = space.match(ids, lease_s=0)
         blobs = space.prefetch(ids, timeout=moving_s(timeout, (known.pages - known.dram_pages) * space.spec.page_bytes))
         found = space.match(ids, lease_s=0)
@@ -50,8 +51,9 @@ def prefetch(
 @misses
 def pin(
     namespace: NamespaceArgument,
-    tokens: TokensOption,
     ttl: Annotated[float, typer.Option(help="Seconds from now after which it ends; at most 30 days.")],
+    tokens: TokensOption = "",
+    digests: DigestsOption = "",
     endpoint: EndpointOption = DEFAULT_DATA,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
@@ -59,9 +61,10 @@ def pin(
     """Keep a prefix from being evicted for some time. Exit code 1 if nothing of it is there, 2 for an error."""
     if not ttl > 0:
         raise BadRequest(f"--ttl is {ttl:g}: give the seconds that it lasts, more than 0")
-    ids = parse_tokens(tokens).data
+    given = labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
-        number, pages = client.namespace(namespace).pin(ids, ttl)
+        space = client.namespace(namespace)
+        number, pages = space.pin(given.of(space.spec), ttl)
     if as_json:
         print_json({"pin": str(number), "pages": pages, "ttl_s": ttl})
     else:
@@ -88,7 +91,8 @@ def unpin(
 @misses
 def abandon(
     namespace: NamespaceArgument,
-    tokens: Annotated[str, typer.Option("--tokens", "-t", help="Token ids of the context: 1,2,3, @FILE or - (see `kvstore match`).")] = "",
+    tokens: TokensOption = "",
+    digests: DigestsOption = "",
     session: Annotated[str, typer.Option("--session", "-s", help="The session instead, as it is named in hints.")] = "",
     from_token: FromTokenOption = 0,
     endpoint: EndpointOption = DEFAULT_DATA,
@@ -99,28 +103,30 @@ def abandon(
 
     Exit code 1 if that is nothing, 2 for an error.
     """
-    if bool(tokens) == bool(session) or (session and from_token):
-        raise BadRequest("say what to abandon: either --tokens, and perhaps --from-token, or --session")
-    ids = parse_tokens(tokens).data if tokens else None
+    if bool(tokens or digests) == bool(session) or (session and from_token):
+        raise BadRequest("say what to abandon: either --tokens or --digests, and perhaps --from-token, or --session")
+    given = None if session else labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
-        pages = space.abandon(ids, from_token=from_token) if ids is not None else space.abandon_session(session)
+        pages = space.abandon_session(session) if given is None else space.abandon(given.of(space.spec), from_token=from_token)
     _print_affected(pages, "abandoned", as_json)
 
 
 @misses
 def delete(
     namespace: NamespaceArgument,
-    tokens: TokensOption,
+    tokens: TokensOption = "",
+    digests: DigestsOption = "",
     from_token: FromTokenOption = 0,
     endpoint: EndpointOption = DEFAULT_DATA,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
     """Delete a prefix and all that hangs from it, on every tier. Exit code 1 if nothing of it is there, 2 for an error."""
-    ids = parse_tokens(tokens).data
+    given = labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
-        pages = client.namespace(namespace).delete(ids, from_token=from_token)
+        space = client.namespace(namespace)
+        pages = space.delete(given.of(space.spec), from_token=from_token)
     _print_affected(pages, "deleted", as_json)
 
 

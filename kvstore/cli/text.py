@@ -14,14 +14,13 @@ from kvstore.cli.common import (
     JsonOption,
     NamespaceArgument,
     TimeoutOption,
-    TokensOption,
     connect,
     counted,
     misses,
-    parse_tokens,
     print_json,
     size_text,
 )  # fmt: skip
+from kvstore.cli.labels import TokensOption, parse_tokens
 from kvstore.errors import BadRequest
 
 if TYPE_CHECKING:

@@ -13,11 +13,6 @@ def all_parts(spec: KVSpec) -> tuple[PartRange, ...]:
     return tuple(spec.whole(component) for component in range(len(spec.components)))
 
 
-def asked_tokens(spec: KVSpec, ids: npt.NDArray[np.uint32]) -> int:
-    """Of how many tokens a prefix is, as it is given: its token ids, or the digests of its pages."""
-    return len(ids) // spec.label_words * spec.page_tokens if spec.hash_bytes else len(ids)
-
-
 def check_size(spec: KVSpec, pages: int, nbytes: int) -> None:
     """Raise BadRequest, saying what is wanted, unless so many bytes are those of so many pages."""
     if nbytes == pages * spec.page_bytes:

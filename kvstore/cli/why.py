@@ -15,21 +15,22 @@ from kvstore.cli.common import (
     JsonOption,
     NamespaceArgument,
     TimeoutOption,
-    TokensOption,
     counted,
     http_json,
     misses,
-    parse_tokens,
     print_json,
     table_console,
 )  # fmt: skip
+from kvstore.cli.labels import DigestsOption, TokensOption, labels_of
 from kvstore.errors import NotFound
+from kvstore.kvspec import KVSpec
 
 
 @misses
 def why(
     namespace: NamespaceArgument,
-    tokens: TokensOption,
+    tokens: TokensOption = "",
+    digests: DigestsOption = "",
     first_page: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Only from this page on.")] = 0,
     http: HttpOption = DEFAULT_HTTP,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
@@ -39,9 +40,11 @@ def why(
 
     Exit code 1 if nothing of it is there, 2 for an error.
     """
-    raw = parse_tokens(tokens).astype("<u4").tobytes()
-    body = {"tokens_base64": b64encode(raw).decode("ascii"), "first_page": first_page}
-    told = http_json(http, f"/v1/namespaces/{quote(namespace, safe='')}/why", method="POST", body=body, timeout=timeout)
+    given = labels_of(tokens, digests)
+    path = f"/v1/namespaces/{quote(namespace, safe='')}"
+    spec = KVSpec.from_dict(http_json(http, path, timeout=timeout)["spec"])
+    body = {"tokens_base64": b64encode(given.of(spec)).decode("ascii"), "first_page": first_page}
+    told = http_json(http, f"{path}/why", method="POST", body=body, timeout=timeout)
     nothing = NotFound(_nothing(namespace, told["pages"], first_page))
     if not told["found"]:
         raise nothing

@@ -10,6 +10,7 @@ from tests.integration.test_cli import as_json, kvstore
 
 HYBRID = KVSpec(4, (Component("full", 2, 1, 8), Component("window", 1, 1, 8, window=5), Component("state", 1, 1, 16)))
 FULL, WINDOW, STATE = (HYBRID.part_bytes(HYBRID.whole(component)) for component in range(3))
+WRONG_KIND = "the pages of this namespace are labelled with"
 CHAIN = KVSpec(64, (Component("full", 2, 1, 8),), hash_bytes=16)
 
 
@@ -39,12 +40,56 @@ def test_pages_that_are_labelled_with_digests(daemon: DaemonProcess, tmp_path: P
     made(daemon, "cli-digests", CHAIN)
     (tmp_path / "digests").write_bytes(bytes(range(32)))
     np.random.default_rng(2).integers(0, 256, 2 * CHAIN.page_bytes, dtype=np.uint8).tofile(tmp_path / "in")
-    labels = ("-t", f"@{tmp_path / 'digests'}")
+    labels = ("--digests", f"@{tmp_path / 'digests'}")
     assert as_json(kvstore(daemon, "put", "cli-digests", *labels, "-d", str(tmp_path / "in"), "--json"))["new_pages"] == 2
     assert as_json(kvstore(daemon, "get", "cli-digests", *labels, "-o", str(tmp_path / "out"), "--json"))["pages"] == 2
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
     assert kvstore(daemon, "match", "cli-digests", *labels).stdout.startswith("128 of 128 tokens: 2 pages")
     assert as_json(kvstore(daemon, "pin", "cli-digests", *labels, "--ttl", "1", "--json"))["pages"] == 2
     assert as_json(kvstore(daemon, "prefetch", "cli-digests", *labels, "--json"))["pages"] == 2
-    done = kvstore(daemon, "put", "cli-digests", "-t", "1,2,3", "-d", str(tmp_path / "in"))
-    assert "3 tokens do not fill the digest of a page, which is 4 such numbers" in done.stderr
+    for command in ("match", "why", "delete"):
+        done = kvstore(daemon, command, "cli-digests", "-t", "1,2,3,4")
+        assert (done.returncode, done.stderr) == (2, f"kvstore: bad_request: {WRONG_KIND} digests of 16 bytes: give --digests\n")
+
+
+def test_a_flat_namespace_by_its_digests_in_hex(daemon: DaemonProcess, tmp_path: Path) -> None:
+    shape = ("--layers", "1", "--kv-heads", "1", "--head-dim", "8", "--page-tokens", "4", "--hash-bytes", "16", "--flat")
+    spec = as_json(kvstore(daemon, "ns", "create", "cli-flat", *shape, "--model", "m@1", "--json"))["spec"]
+    assert (spec["hash_bytes"], spec["flat"]) == (16, True)
+    one, two, three = (bytes([number] * 16).hex() for number in (1, 2, 0xAB))
+    page = "x" * 128
+    labels = ("--digests", f"{one},{two},{three.upper()}")
+    assert as_json(kvstore(daemon, "put", "cli-flat", *labels, "-d", "-", "--json", stdin=3 * page))["new_pages"] == 3
+    listed = f'["{two}",\n "{three}"]'
+    assert as_json(kvstore(daemon, "match", "cli-flat", "--digests", "-", "--json", stdin=listed))["asked_tokens"] == 8
+    (tmp_path / "list.json").write_text(listed)
+    named = ("--digests", f"@{tmp_path / 'list.json'}")
+    assert as_json(kvstore(daemon, "get", "cli-flat", *named, "-o", str(tmp_path / "out"), "--json"))["pages"] == 2
+    assert (tmp_path / "out").read_text() == 2 * page
+    assert as_json(kvstore(daemon, "why", "cli-flat", "--digests", two, "--json"))["pages"] == 1
+    assert as_json(kvstore(daemon, "pin", "cli-flat", *labels, "--ttl", "0.01", "--json"))["pages"] == 3
+    assert as_json(kvstore(daemon, "prefetch", "cli-flat", *labels, "--json"))["pages"] == 3
+    assert as_json(kvstore(daemon, "abandon", "cli-flat", *labels, "--json"))["abandoned_pages"] == 3
+    assert as_json(kvstore(daemon, "delete", "cli-flat", "--digests", one, "--json"))["deleted_pages"] == 1
+    assert kvstore(daemon, "match", "cli-flat", "--digests", one).returncode == 1
+
+
+def test_digests_that_do_not_fit(daemon: DaemonProcess) -> None:
+    made(daemon, "cli-tokens", KVSpec(4, (Component("full", 2, 1, 8),)))
+    for arguments, words in (
+        (("match", "cli-tokens", "--digests", "00" * 16), f"{WRONG_KIND} token ids: give --tokens"),
+        (("match", "cli-tokens"), "say which pages: by --tokens or"),
+        (("match", "cli-tokens", "-t", "1", "--digests", "00"), "say which pages: by --tokens or"),
+        (("put", "cli-tokens", "-t", "-", "-d", "-"), "standard input can't be both"),
+        (("put", "cli-tokens", "-t", "1,2,3", "-d", "-"), "3 tokens do not fill a page of 4"),
+    ):
+        done = kvstore(daemon, *arguments)
+        assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+
+
+def test_tokens_on_one_line_and_data_on_standard_input(daemon: DaemonProcess) -> None:
+    made(daemon, "cli-stdin", KVSpec(4, (Component("full", 2, 1, 4),)))
+    done = kvstore(daemon, "put", "cli-stdin", "-t", "1,2,3,4", "--data", "-", stdin="y" * 128)
+    assert done.stdout.startswith("1 new page, 0 were there; 128 B"), done.stderr
+    done = kvstore(daemon, "put", "cli-stdin", "-t", "1,2,3,4", "--data", "-", stdin="y" * 127)
+    assert "the data has 127 bytes, not the 128 of a page" in done.stderr
