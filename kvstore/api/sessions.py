@@ -132,6 +132,10 @@ class Sessions:
         """How many sessions and connections a tenant has."""
         return sum(s.tenant == tenant for s in self._by_id.values()), self._connections[tenant]
 
+    def clients(self) -> dict[int, str]:
+        """What clients call themselves, by what the store knows them by."""
+        return {session.owner: session.client for session in self._by_id.values()}
+
     def leave(self, session: Session) -> None:
         """A connection of the session was closed."""
         session.connections -= 1

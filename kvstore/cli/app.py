@@ -20,6 +20,7 @@ class Commands(LazyGroup):
         "status": ("watch", "status"),
         "top": ("watch", "top"),
         "ns": ("namespaces", "app"),
+        "leases": ("leases", "leases"),
         "check": ("check", "check"),
         "doctor": ("doctor", "doctor"),
         "plan": ("plan", "plan"),

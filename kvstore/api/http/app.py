@@ -7,6 +7,7 @@ from kvstore.api.guard import Guard
 from kvstore.api.http.admission import guarded
 from kvstore.api.http.blobs import BlobRoutes
 from kvstore.api.http.check import CheckRoutes
+from kvstore.api.http.leases import LeaseRoutes
 from kvstore.api.http.namespaces import NamespaceRoutes
 from kvstore.api.http.prefixes import PrefixRoutes
 from kvstore.api.http.recipes import RecipeRoutes
@@ -29,7 +30,7 @@ class ControlPlane:
             "GET", "/openapi.json", "openapi", "This document", self._openapi,
             (Reply(200, "OpenAPI 3.1", media="application/json"),), (500,), access=None,
         )  # fmt: skip
-        parts = (StatusRoutes, NamespaceRoutes, PrefixRoutes, RecipeRoutes, BlobRoutes, CheckRoutes)
+        parts = (StatusRoutes, NamespaceRoutes, LeaseRoutes, PrefixRoutes, RecipeRoutes, BlobRoutes, CheckRoutes)
         self.routes = [own, *(route for part in parts for route in part(self._service).routes())]
         self.access = {(r.method, r.path): r.access for r in self.routes if r.method != "HEAD"}
         self._guarded = guard.table is not None

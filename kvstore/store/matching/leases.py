@@ -201,6 +201,10 @@ class Leases:
         """How many leases a tenant has."""
         return sum(lease.space.settings.tenant == tenant for mine in self._of.values() for lease in mine.values())
 
+    def each(self) -> list[Lease]:
+        """All of them, as they are now."""
+        return list(self._by_id.values())
+
     def of_space(self, space: Space) -> list[Lease]:
         """All leases on a namespace."""
         return [lease for mine in self._of.values() for lease in mine.values() if lease.space is space]
