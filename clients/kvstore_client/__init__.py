@@ -35,7 +35,7 @@ from kvstore_client.buffers import SharedBuffer
 from kvstore_client.client import DEFAULT_ENDPOINT, AsyncClient
 from kvstore_client.estimate import Costs, Estimate, TierRun
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
-from kvstore_client.match import Match
+from kvstore_client.match import Lack, Match
 from kvstore_client.namespace import Namespace
 from kvstore_client.openai_rebuild import OpenAIRebuilder
 from kvstore_client.put import PutResult
@@ -49,7 +49,7 @@ from kvstore_client.view import LocalView, PartView
 __all__ = [
     "DEFAULT_ENDPOINT", "ELSEWHERE", "AsyncClient", "AsyncRebuildWorker", "BadDigest", "BadRequest", "Busy", "Cancelled", "Client",
     "Component", "Conflict", "ConnectionLost", "Corrupt", "Costs", "DeadlineExceeded", "DiskFailing", "Ended", "Estimate", "Follower",
-    "Forbidden", "Given", "Hints", "KVSpec", "KVStoreError", "LocalView", "Match", "MissingParent", "Namespace", "NoSpace",
+    "Forbidden", "Given", "Hints", "KVSpec", "KVStoreError", "Lack", "LocalView", "Match", "MissingParent", "Namespace", "NoSpace",
     "NotFound", "OpenAIRebuilder", "PartRange", "PartView", "ProtocolError", "PutResult", "PutStream", "RebuildFailed",
     "RebuildWorker", "Rebuilt", "Scattered", "Session", "SharedBuffer", "TierRun", "Turn", "Unauthenticated", "UnknownNamespace",
     "Unsupported", "VersionMismatch", "Wanted", "extra_digest", "fingerprint_folder", "fingerprint_revision",

@@ -20,14 +20,28 @@ if TYPE_CHECKING:
     from kvstore_client.namespace import Namespace
 
 
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """A component that keeps a match from going to the end of the pages that are there: it alone would let `pages` be matched.
+
+    Of the pages that the end needs it on, `missing_pages` lack it, in [first_page, last_page).
+    """
+
+    component: int
+    pages: int
+    first_page: int
+    last_page: int
+    missing_pages: int
+
+
 @dataclass(slots=True, repr=False)
 class Match:
     """A matched prefix, up to the longest usable boundary: `pages` whole pages, `tokens` tokens.
 
     While its lease lasts, none of it is evicted. The store knows `known_pages` pages, but beyond `pages` a window or state
     is missing. `dram_pages` of the pages are in the daemon's DRAM (-1 if parts were not asked for). `boundaries` are all
-    usable ones as half-open runs, if asked for. The `estimate`, if asked for and there is a page, says what to load of it and
-    what to compute.
+    usable ones as half-open runs, if asked for; then `lacks` says which component is missing beyond `pages`, and where. The `estimate`,
+    if asked for and there is a page, says what to load of it and what to compute.
     """
 
     pages: int
@@ -47,6 +61,7 @@ class Match:
     """As far as it is best loaded, where that takes other parts."""
     rebuildable_pages: int = -1
     """Pages after `pages` that are gone, but can be computed again (-1 if that was not asked)."""
+    lacks: tuple[Lack, ...] = ()
     _ends: float = 0.0
     """When the lease is over by this client's clock: a little before it is by the daemon's."""
     _released: bool = False

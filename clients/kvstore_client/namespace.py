@@ -14,7 +14,7 @@ from kvstore_client.convert import hints_meta, part_runs
 from kvstore_client.direct import Elsewhere, current
 from kvstore_client.estimate import Costs, Estimate, ask_meta, estimate_of
 from kvstore_client.fetching import OnGroup, fetch_blocks
-from kvstore_client.match import Match
+from kvstore_client.match import Lack, Match
 from kvstore_client.plan import Priority, layer_groups, page_parts
 from kvstore_client.prefixes import PrefixCalls
 from kvstore_client.put import PutResult
@@ -95,7 +95,8 @@ class Namespace(PrefixCalls, TextCalls):
         """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
 
         It is leased for `lease_s` seconds (0: not at all, then it is only a look). `parts` brings what `fetch` needs;
-        without, the answer is smaller. In a namespace of digests, `tokens` are those (see Tokens). `extras` gives
+        without, the answer is smaller. `boundaries` brings all that are usable, and what `lacks` at those beyond.
+        In a namespace of digests, `tokens` are those (see Tokens). `extras` gives
         32-byte digests of extra keys by page. With a leased `base` the tokens (and the pages of `extras`) are those after it:
         a long context need not travel again. Raises NotFound if that lease is over. `hints` say whose turn it is; they count with a lease
         only. `estimate` asks what loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded.
@@ -120,6 +121,7 @@ class Namespace(PrefixCalls, TextCalls):
         match = Match(
             found.pages, found.tokens, found.known_pages, found.boundaries, found.dram_pages, found.lease, found.endpoint, found.epoch,
             self, runs, ids[:own], estimate_of(found.estimate, self.spec.page_tokens), rebuildable_pages=found.rebuildable_pages,
+            lacks=tuple(Lack(*lack) for lack in found.lacks),
             _ends=started + found.lease_ms / 1000, _session=self.client.pool.session, _places=ids[own + cut :],
         )  # fmt: skip
         if cut_runs and match.estimate is not None:

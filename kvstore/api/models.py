@@ -6,6 +6,7 @@ Requests are strict: no unknown fields, no text where a number belongs. Sizes ar
 
 import base64
 import binascii
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -13,7 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from kvstore.api.estimates import prefill_of
 from kvstore.errors import BadRequest
-from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind
+from kvstore.kvspec import AXIS_ORDER, DTYPE_BYTES, MAX_PAGE_TOKENS, MAX_SLICE_BYTES, ComponentKind, KVSpec
+from kvstore.radix.components import Lack
 from kvstore.store.checking.verify import CheckReport
 from kvstore.store.matching.cut import Ask
 from kvstore.store.settings import Rebuild
@@ -243,12 +245,29 @@ class Estimate(ReplyModel):
     ssd_bytes_s: float
 
 
+class LackNow(ReplyModel):
+    """A component that keeps a match from going to the end of the pages that are there."""
+
+    component: int
+    kind: ComponentKind
+    pages: Annotated[int, Field(description="how far it alone would let a match go")]
+    first_page: Annotated[int, Field(description="of the pages on which it is missing, of those that the end needs it on")]
+    last_page: Annotated[int, Field(description="the page after the last one of them")]
+    missing_pages: int
+
+
+def lacks_now(spec: KVSpec, lacks: tuple[Lack, ...]) -> list[LackNow] | None:
+    """What is told of them; None if there are none."""
+    return [LackNow(kind=spec.components[lack.component].kind, **asdict(lack)) for lack in lacks] or None
+
+
 class Match(ReplyModel):
     """The longest prefix that is in the store. `runs` and `blobs` only if parts were asked for."""
 
     pages: int
     tokens: int
     known_pages: Annotated[int, Field(description="how far the pages go; `pages` is the longest usable boundary among them")]
+    lacks: Annotated[list[LackNow] | None, Field(description="why `pages` are less than `known_pages`, if they are")] = None
     dram_pages: int
     rebuildable_pages: Annotated[int, Field(description="after `pages`, that are gone but can be computed again")] = 0
     epoch: int

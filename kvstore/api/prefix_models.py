@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvstore.api.models import BASE64_PATTERN, WHOLE, PinId, ReplyModel, RequestModel, from_base64
+from kvstore.api.models import BASE64_PATTERN, WHOLE, LackNow, PinId, ReplyModel, RequestModel, from_base64
 from kvstore.hints import MAX_SESSION_BYTES
 from kvstore.store.matching.leases import MAX_PIN_S
 
@@ -144,6 +144,8 @@ class Why(ReplyModel):
 
     policy: str
     pages: Annotated[int, Field(description="of the prefix that are there")]
+    usable_pages: Annotated[int, Field(description="of those, the ones that a match finds: it ends where all components are there")]
+    lacks: Annotated[list[LackNow] | None, Field(description="why those are fewer, if they are")] = None
     gone: Annotated[int, Field(description="pages that followed on those, and of which the store only remembers their uses")] = 0
     candidates: Annotated[int, Field(description="pages of the namespace that can leave DRAM now")]
     estimated: Annotated[bool, Field(description="whether this number, and the ranks, come from a sample of a large namespace")] = False

@@ -1,7 +1,7 @@
 """What the handlers of the data plane's requests share: who asks, replies to be, and the answer to a match."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from kvstore.api.convert import boundary_runs, part_runs
@@ -65,7 +65,7 @@ def matched(
             lease=match.lease.id if match.lease else 0, lease_ms=message.lease_ms if match.lease else 0,
             runs=part_runs(match.parts) if match.parts else [], estimate=estimate_meta(match.estimate),
             cut_runs=part_runs(match.cut_parts) if match.cut_parts else [], rebuildable_pages=rebuildable_pages,
-            places=bool(places),
+            places=bool(places), lacks=[astuple(lack) for lack in match.lacks],
         ),
         b"".join(ids + places),
         after=after,

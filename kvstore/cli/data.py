@@ -4,7 +4,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,12 @@ from kvstore.cli.common import (
     table_console,
 )  # fmt: skip
 from kvstore.cli.labels import DigestsOption, TokensOption, labels_of, load_npy
+from kvstore.cli.lacks import lacks_text
 from kvstore.cli.whole_pages import all_parts, check_size, fetch
 from kvstore.errors import BadRequest, NotFound
+from kvstore.kvspec import KVSpec
 from kvstore_client.estimate import Costs, Estimate
+from kvstore_client.match import Lack
 
 
 def put(
@@ -155,17 +158,24 @@ def match(
     costs = Costs(prefill_us, prefill_ns_per_position)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
-        found = space.match(given.of(space.spec), lease_s=0, estimate=costs if estimate or costs != Costs() else False)
+        found = space.match(given.of(space.spec), lease_s=0, boundaries=True, estimate=costs if estimate or costs != Costs() else False)
         pages, matched, in_dram, asked = found.pages, found.tokens, found.dram_pages, given.tokens(space.spec)
     if as_json:
         told = {} if found.estimate is None else {"estimate": asdict(found.estimate)}
-        print_json({"pages": pages, "tokens": matched, "asked_tokens": asked, "dram_pages": in_dram, **told})
+        lacks = {"known_pages": found.known_pages, "lacks": [_lack(space.spec, lack) for lack in found.lacks]}
+        print_json({"pages": pages, "tokens": matched, "asked_tokens": asked, "dram_pages": in_dram, **lacks, **told})
     else:
         typer.echo(f"{matched} of {asked} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} only on SSD")
+        if found.lacks:
+            typer.echo(lacks_text(pages, found.known_pages, [_lack(space.spec, lack) for lack in found.lacks]))
         if found.estimate is not None:
             _show(found.estimate, matched)
     if not pages:
         raise typer.Exit(1)
+
+
+def _lack(spec: KVSpec, lack: Lack) -> dict[str, Any]:
+    return {**asdict(lack), "kind": spec.components[lack.component].kind}
 
 
 def _show(estimate: Estimate, tokens: int) -> None:

@@ -5,7 +5,8 @@ import numpy.typing as npt
 
 from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange
-from kvstore_client.blocking import Match, Namespace
+from kvstore_client.blocking import Namespace
+from kvstore_client.blocking_match import Match
 
 
 def all_parts(spec: KVSpec) -> tuple[PartRange, ...]:

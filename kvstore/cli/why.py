@@ -22,6 +22,7 @@ from kvstore.cli.common import (
     table_console,
 )  # fmt: skip
 from kvstore.cli.labels import DigestsOption, TokensOption, labels_of
+from kvstore.cli.lacks import lacks_text
 from kvstore.errors import NotFound
 from kvstore.kvspec import KVSpec
 
@@ -68,6 +69,8 @@ def _show(told: dict[str, Any]) -> None:
     gone, about = f", {told['gone']} after them are gone" if told["gone"] else "", "about " if told["estimated"] else ""
     candidates = f"{about}{counted(told['candidates'], 'page')} can leave DRAM"
     console.print(f"{counted(told['pages'], 'page')} there{gone}; policy {told['policy']}; {candidates}")
+    if told.get("lacks"):
+        console.print(lacks_text(told["usable_pages"], told["pages"], told["lacks"]), markup=False)
     rows = Table("pages", "tiers", "uses", "idle", "gap", "chance", "decision")
     for _, group in groupby(told["found"], key=_alike):
         pages = list(group)

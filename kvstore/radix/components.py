@@ -32,6 +32,20 @@ class Optional:
 
 
 @dataclass(frozen=True, slots=True)
+class Lack:
+    """A component that keeps the end of a prefix from being usable: it alone would let `pages` be.
+
+    Of the pages that the end needs it on, `missing_pages` lack it, in [first_page, last_page).
+    """
+
+    component: int
+    pages: int
+    first_page: int
+    last_page: int
+    missing_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class ComponentRules:
     """The rule of one KV spec. `required` is the mask of the components that every page has."""
 
@@ -67,6 +81,17 @@ class ComponentRules:
                 return max(low, start + 1) + int(good[-1])
             end = low
         return 0
+
+    def lacks(self, masks: Masks) -> tuple[Lack, ...]:
+        """Which components keep a prefix from being usable to its end, and where they are missing for that."""
+        found, end = [], len(masks)
+        for rule in self.optional:
+            start = max(end - rule.pages, 0)
+            missing = start + np.flatnonzero((masks[start:] & np.uint16(rule.bit)) == 0)
+            if len(missing):
+                alone = ComponentRules(self.required, (rule,)).longest(masks)
+                found.append(Lack(rule.component, alone, int(missing[0]), int(missing[-1]) + 1, len(missing)))
+        return tuple(found)
 
     def _usable(self, masks: Masks, start: int) -> npt.NDArray[np.bool_]:
         """As `usable`, for pages from `start` on; boundaries less than `reach` behind a start past the root are not told truly."""

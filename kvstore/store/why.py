@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.columns import distinct
+from kvstore.radix.components import Lack
 from kvstore.radix.pages import DURABLE, GHOST, Slots
 from kvstore.radix.tree import Extras
 from kvstore.store.dram.replacement import Replacement
@@ -38,7 +39,8 @@ class PageWhy:
 @dataclass(frozen=True, slots=True)
 class Why:
     """`pages` are those of the prefix that are there, after which so many are `gone`; `candidates` how many of the namespace's pages
-    could leave DRAM now. `estimated` says that these, and the ranks, come from a sample.
+    could leave DRAM now. `usable_pages` are matched, as the end of all of them `lacks` components.
+    `estimated` says that candidates and ranks come from a sample.
     """
 
     policy: str
@@ -47,6 +49,8 @@ class Why:
     candidates: int
     estimated: bool
     found: list[PageWhy]
+    usable_pages: int
+    lacks: tuple[Lack, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,9 @@ def why(replacement: Replacement, policy: str, space: Space, tokens: bytes, extr
         if in_dram and not leased and not flags & DURABLE and explanation is not None:
             decision += _after_dram(explanation)
         found.append(PageWhy(first + at, in_dram, bool(flags & DURABLE), leased, gone, rank, decision, explanation))
-    return Why(policy, there, len(slots) - there, candidates.count, candidates.weight > 1, found)
+    masks = tree.pages.components[slots[:there]]
+    usable, lacks = tree.rules.longest(masks), tree.rules.lacks(masks)
+    return Why(policy, there, len(slots) - there, candidates.count, candidates.weight > 1, found, usable, lacks)
 
 
 def _candidates(space: Space, asked: Slots) -> _Candidates:

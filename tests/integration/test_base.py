@@ -8,7 +8,8 @@ import pytest
 from kvstore.api.wire import FrameType
 from kvstore.api.wire.messages import Matched, MatchRequest
 from kvstore_client import AsyncClient, BadRequest, Client, Costs, KVSpec, NotFound
-from kvstore_client.blocking import Match, Namespace
+from kvstore_client.blocking import Namespace
+from kvstore_client.blocking_match import Match
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 

@@ -1,12 +1,14 @@
 """`kvstore put` and `get` where pages are more than one component, or labelled with digests."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 
-from kvstore_client import Client, Component, KVSpec
+from kvstore_client import Client, Component, KVSpec, Lack
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.test_cli import as_json, kvstore
+from tests.integration.test_http import ask
 
 HYBRID = KVSpec(4, (Component("full", 2, 1, 8), Component("window", 1, 1, 8, window=5), Component("state", 1, 1, 16)))
 FULL, WINDOW, STATE = (HYBRID.part_bytes(HYBRID.whole(component)) for component in range(3))
@@ -34,6 +36,35 @@ def test_what_is_put_of_a_hybrid_model_is_found_with_all_its_components(daemon: 
     assert done.returncode == 2
     assert f"not the {HYBRID.page_bytes} of a page" in done.stderr
     assert f"{FULL} (full) + {WINDOW} (window) + {STATE} (state)" in done.stderr
+
+
+def test_which_component_keeps_a_match_short_is_told(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = client.namespace("cli-short", "rev-short", HYBRID)
+        tokens, put_id = np.arange(16, dtype=np.uint32), bytes(range(16))
+        parts = tuple(HYBRID.whole(component) for component in range(3))
+        for part, (first, last) in zip(parts, ((0, 4), (0, 3), (1, 2)), strict=True):
+            data = bytes(HYBRID.part_bytes(part) * (last - first))
+            namespace.put(tokens[: 4 * last], data, first_page=first, parts=(part,), put_id=put_id)
+        found = namespace.match(tokens, lease_s=0, boundaries=True)
+        assert (found.pages, found.known_pages) == (2, 4)
+        assert found.lacks == (Lack(1, 3, 3, 4, 1), Lack(2, 2, 3, 4, 1))
+        assert namespace.match(tokens[:8], lease_s=0, boundaries=True).lacks == ()
+    text = ("-t", ",".join(map(str, range(16))))
+    window = "window (component 1) is missing on page 3, and alone would let 3 be used"
+    state = "state (component 2) is missing on page 3, and alone would let 2 be used"
+    for command in ("match", "why"):
+        shown = kvstore(daemon, command, "cli-short", *text).stdout
+        assert f"4 pages are there, of which 2 can be used: {window}; {state}\n" in shown
+    lacks = as_json(kvstore(daemon, "match", "cli-short", *text, "--json"))["lacks"]
+    assert [(lack["kind"], lack["first_page"], lack["missing_pages"]) for lack in lacks] == [("window", 3, 1), ("state", 3, 1)]
+    why = as_json(kvstore(daemon, "why", "cli-short", *text, "--json"))
+    assert (why["pages"], why["usable_pages"], [lack["kind"] for lack in why["lacks"]]) == (4, 2, ["window", "state"])
+    body = {"tokens": list(range(16))}
+    over_http = json.loads(ask(f"{daemon.http}/v1/namespaces/cli-short/match", "POST", body)[2])
+    assert over_http["lacks"] == why["lacks"]
+    body = {"tokens": list(range(8))}
+    assert "lacks" not in json.loads(ask(f"{daemon.http}/v1/namespaces/cli-short/match", "POST", body)[2])
 
 
 def test_pages_that_are_labelled_with_digests(daemon: DaemonProcess, tmp_path: Path) -> None:
@@ -67,7 +98,9 @@ def test_a_flat_namespace_by_its_digests_in_hex(daemon: DaemonProcess, tmp_path:
     assert as_json(kvstore(daemon, "get", "cli-flat", *named, "-o", str(tmp_path / "out"), "--json"))["pages"] == 2
     assert (tmp_path / "out").read_text() == 2 * page
     assert as_json(kvstore(daemon, "why", "cli-flat", "--digests", two, "--json"))["pages"] == 1
-    assert as_json(kvstore(daemon, "pin", "cli-flat", *labels, "--ttl", "0.01", "--json"))["pages"] == 3
+    pin = as_json(kvstore(daemon, "pin", "cli-flat", *labels, "--ttl", "60", "--json"))
+    assert pin["pages"] == 3
+    assert kvstore(daemon, "unpin", "cli-flat", pin["pin"]).returncode == 0
     assert as_json(kvstore(daemon, "prefetch", "cli-flat", *labels, "--json"))["pages"] == 3
     assert as_json(kvstore(daemon, "abandon", "cli-flat", *labels, "--json"))["abandoned_pages"] == 3
     assert as_json(kvstore(daemon, "delete", "cli-flat", "--digests", one, "--json"))["deleted_pages"] == 1

@@ -18,7 +18,8 @@ from kvstore_client import (
     RebuildWorker,
     Scattered,
 )
-from kvstore_client.blocking import Match, Namespace
+from kvstore_client.blocking import Namespace
+from kvstore_client.blocking_match import Match
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, open_namespace
 

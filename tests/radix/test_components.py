@@ -60,6 +60,20 @@ def test_usable_is_what_the_rule_says(spec: KVSpec, data: st.DataObject, chunk: 
         components._CHUNK = before
 
 
+@given(spec=specs, data=st.data())
+def test_what_the_end_of_a_prefix_lacks_is_what_keeps_it_from_being_usable(spec: KVSpec, data: st.DataObject) -> None:
+    masks = data.draw(st.lists(st.integers(0, (1 << len(spec.components)) - 1).map(lambda m: m | 1), max_size=12))
+    rules, end = ComponentRules.of(spec), len(masks)
+    lacks = rules.lacks(np.array(masks, np.uint16))
+    for lack in lacks:
+        needed = range(max(end - spec.boundary_pages(lack.component), 0), end)
+        missing = [page for page in needed if not masks[page] & 1 << lack.component]
+        assert (lack.first_page, lack.last_page, lack.missing_pages) == (missing[0], missing[-1] + 1, len(missing))
+        others = [mask | ~(1 << lack.component) & 0xFF for mask in masks]
+        assert lack.pages == max(b for b in range(end + 1) if literally_usable(spec, others, b)) < end
+    assert bool(lacks) == (not literally_usable(spec, masks, end))
+
+
 def test_parts_to_load() -> None:
     rules = ComponentRules.of(KVSpec(16, (FULL, window(40), STATE)))
     assert [rules.first_page(c, 10) for c in range(3)] == [0, 7, 9]

@@ -9,7 +9,7 @@ from kvstore.api.auth import Access
 from kvstore.api.convert import check_recipe_settings, namespace_info, part_runs
 from kvstore.api.estimates import prefill_of
 from kvstore.api.http.service import Service, tenant
-from kvstore.api.models import Estimate, Match, MatchBody, Namespace, NamespaceBody, NamespaceDetail, NamespaceList, PartRun
+from kvstore.api.models import Estimate, Match, MatchBody, Namespace, NamespaceBody, NamespaceDetail, NamespaceList, PartRun, lacks_now
 from kvstore.api.operations import ALWAYS, NAMESPACE, OF_BODY, Reply, Route, reply
 from kvstore.api.problems import body_of
 from kvstore.digests import DIGEST_BYTES
@@ -95,7 +95,8 @@ class NamespaceRoutes:
         if body.rebuild_s and space.text is not None and not space.loading:
             await store.rebuilding.bring(space, tokens, {}, body.rebuild_s)
         rebuildable = await store.rebuildable_pages(space, tokens, {})
-        match = store.match(space, tokens, {}, parts=True, ask=None if body.estimate is None else body.estimate.ask())
+        ask = None if body.estimate is None else body.estimate.ask()
+        match = store.match(space, tokens, {}, parts=True, boundaries=bool(space.tree.rules.optional), ask=ask)
         runs = blobs = None
         if body.parts and match.parts is not None:
             ids = match.parts.ids
@@ -106,6 +107,7 @@ class NamespaceRoutes:
                 pages=match.pages,
                 tokens=match.tokens,
                 known_pages=match.known_pages,
+                lacks=lacks_now(space.spec, match.lacks),
                 dram_pages=match.dram_pages,
                 rebuildable_pages=rebuildable,
                 epoch=store.epoch,

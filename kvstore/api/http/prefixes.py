@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from kvstore.api.auth import Access
 from kvstore.api.http.service import Service
+from kvstore.api.models import lacks_now
 from kvstore.api.operations import ALWAYS, NAMESPACE, OF_BODY, Handler, Reply, Route, reply
 from kvstore.api.prefix_models import (
     AbandonBody,
@@ -68,9 +69,11 @@ class PrefixRoutes:
             )
             for one in told.found
         ]  # fmt: skip
+        lacks = lacks_now(space.spec, told.lacks)
         return reply(
             Why(
-                policy=told.policy, pages=told.pages, gone=told.gone, candidates=told.candidates, estimated=told.estimated, found=found
+                policy=told.policy, pages=told.pages, usable_pages=told.usable_pages, lacks=lacks, gone=told.gone,
+                candidates=told.candidates, estimated=told.estimated, found=found,
             )
         )  # fmt: skip
 

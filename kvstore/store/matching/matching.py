@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvstore.errors import BadRequest, NotFound
 from kvstore.hints import NO_HINTS, Hints
+from kvstore.radix.components import Lack
 from kvstore.radix.pages import Slots
 from kvstore.radix.tree import Extras, as_token_bytes
 from kvstore.radix.values import EMPTY_PATH, Path
@@ -31,7 +32,8 @@ class Match:
 
     `known_pages` is how far the pages themselves go. `boundaries` are all usable ones, if asked for. Of the pages to load
     `dram_pages` are in DRAM, the rest is on SSD (-1 if parts were not asked for). With an `estimate`, `cut_parts` are the parts to load
-    for its cut, where they are not a front of `parts`.
+    for its cut, where they are not a front of `parts`. `lacks` are the components that keep it from going to `known_pages`, if boundaries
+    were asked for.
     """
 
     pages: int
@@ -43,6 +45,7 @@ class Match:
     boundaries: npt.NDArray[np.int64]
     estimate: Estimate | None = None
     cut_parts: PartTable | None = None
+    lacks: tuple[Lack, ...] = ()
 
 
 class Matching:
@@ -86,14 +89,14 @@ class Matching:
         """As `match`, of a tree, without the estimate; and the slots of what was found, if anything asked for needs them (or `deep`)."""
         tree, page_tokens = space.tree, space.spec.page_tokens
         known = tree.match(tokens, extras, start)
-        path, usable, known_slots = known, np.empty(0, np.int64), np.empty(0, np.int32)
+        path, usable, lacks, known_slots = known, np.empty(0, np.int64), tuple[Lack, ...](), np.empty(0, np.int32)
         if tree.rules.optional or lease_s or parts or deep:
             known_slots = tree.path_slots(known)
         if tree.rules.optional:
             masks = tree.pages.components[known_slots]
             path = tree.shorten(known, tree.rules.longest(masks))
             if boundaries:
-                usable = np.flatnonzero(tree.rules.usable(masks))
+                usable, lacks = np.flatnonzero(tree.rules.usable(masks)), tree.rules.lacks(masks)
         elif boundaries:
             usable = np.arange(known.pages + 1)
         slots = known_slots[: path.pages]
@@ -116,7 +119,7 @@ class Matching:
                     self._give_back(lease)
                     raise
         table, in_dram = part_table(space, slots) if parts else (None, -1)
-        return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable), slots
+        return Match(path.pages, path.pages * page_tokens, known.pages, in_dram, lease, table, usable, lacks=lacks), slots
 
     def _estimated(self, match: Match, space: Space, slots: Slots, ask: Ask | None, link_bytes_s: float) -> Match:
         """A match with what it costs."""
@@ -139,11 +142,12 @@ class Matching:
                 break
             paths.append(path)
         slots = np.array([tree.path_slots(path)[0] for path in paths], np.int32)
-        count = space.tree.rules.longest(tree.pages.components[slots])
+        masks = tree.pages.components[slots]
+        count = tree.rules.longest(masks)
         lease = self._lease_alone(space, paths[:count], slots[:count], owner, lease_s, hints)
         table, in_dram = part_table(space, slots[:count]) if parts else (None, -1)
-        usable = np.flatnonzero(space.tree.rules.usable(tree.pages.components[slots]))
-        return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable), slots[:count]
+        usable, lacks = np.flatnonzero(tree.rules.usable(masks)), tree.rules.lacks(masks)
+        return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable, lacks=lacks), slots[:count]
 
     def _match_scattered(self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, hints: Hints) -> Match:
         """The pages of a list, each of which stands alone, that are there."""
