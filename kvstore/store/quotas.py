@@ -26,6 +26,14 @@ class Quota:
 _NO_QUOTA = Quota()
 
 
+_WHERE = {"dram": "in DRAM", "ssd": "on SSD", "in_flight": "in flight"}
+
+
+def named(tenant: str, quota: str, limit: int) -> str:
+    """A quota for errors that its own tenant gets: what it is of, its size, and what it is called in the configuration."""
+    return f"the quota of {limit} bytes {_WHERE[quota]} (`{quota}` of {tenant})"
+
+
 def room_to_make(limit: int | None, used: int, wanted: int) -> int:
     """Bytes that must go before `wanted` more are within the limit; 0 if they are. A bit more than that, to have it quiet."""
     if limit is None or used + wanted <= limit:
@@ -60,9 +68,9 @@ class Quotas:
     def start_put(self, tenant: str, nbytes: int) -> None:
         """Count a put's bytes as in flight until `end`. Raises Busy, or NoSpace if it could never be."""
         quota = self.of(tenant)
-        for limit, what in ((quota.in_flight, "in flight"), (quota.dram, "in DRAM")):
+        for limit, what in ((quota.in_flight, "in_flight"), (quota.dram, "dram")):
             if limit is not None and nbytes > limit:
-                raise NoSpace(f"a put of {nbytes} bytes is over this tenant's quota of {limit} bytes {what}: put fewer pages at once")
+                raise NoSpace(f"a put of {nbytes} bytes is over {named(tenant, what, limit)}: put fewer pages at once")
         self._start(tenant, nbytes, quota.in_flight)
 
     def end(self, tenant: str, nbytes: int) -> None:
@@ -79,7 +87,8 @@ class Quotas:
     def _start(self, tenant: str, nbytes: int, limit: int | None) -> None:
         if limit is not None and self._in_flight[tenant] + nbytes > limit:
             have = self._in_flight[tenant]
-            raise Busy(f"this tenant has {have} bytes in flight; {nbytes} more are over its quota", retry_after_ms=_RETRY_MS)
+            over = named(tenant, "in_flight", self.of(tenant).in_flight or limit)
+            raise Busy(f"{have} bytes are in flight, and {nbytes} more are over {over}", retry_after_ms=_RETRY_MS)
         self._in_flight[tenant] += nbytes
 
 
@@ -105,6 +114,9 @@ class SsdBudget:
             self._make_room(missing, tenant)
             self._on_disk[tenant] = self._count(tenant)
         if self._on_disk[tenant] + self._admitted[tenant] + nbytes > limit:
-            return NoSpace(f"this tenant's SSD quota of {limit} bytes is full, and what it has there is leased or retained")
+            quota = named(tenant, "ssd", limit)
+            if nbytes > limit:
+                return NoSpace(f"{nbytes} bytes to be written at once are over {quota}: put fewer pages at once")
+            return NoSpace(f"{quota} is full, and what is there is leased or retained")
         self._admitted[tenant] += nbytes
         return None

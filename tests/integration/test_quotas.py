@@ -119,7 +119,7 @@ def test_ssd_makes_room_among_its_own(limited: DaemonProcess, alice: Client) -> 
 
 def test_ssd_that_is_all_retained_is_no_space(limited: DaemonProcess, alice: Client) -> None:
     hers = alice.namespace("hers", "f", SPEC)
-    with pytest.raises(NoSpace, match="this tenant's SSD quota"):
+    with pytest.raises(NoSpace, match=r"the quota of \d+ bytes on SSD \(`ssd` of alice\) is full"):
         fill(hers, 10, durable=True)
     assert used(limited, "ssd") <= SSD
     fill(hers, 2, first=20)  # memory is another matter

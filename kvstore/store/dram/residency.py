@@ -15,7 +15,7 @@ from kvstore.store.dram.eviction import Unit, discard, dram_victims, evict_ssd, 
 from kvstore.store.dram.replacement import DRAM, SSD, Replacement
 from kvstore.store.dram.spares import Spares
 from kvstore.store.dram.vacate import Vacator
-from kvstore.store.quotas import Quotas, room_to_make
+from kvstore.store.quotas import Quotas, named, room_to_make
 from kvstore.store.space import Space
 from kvstore.store.ssd.writeback import Writeback
 from kvstore.store.stats import Stats
@@ -59,8 +59,10 @@ class Residency:
         self._moving = False
         self._refused: set[int] = set()
         """Namespaces that did not let something go that can't be written."""
-        self._held_up = ""
-        """Why the last pass of the mover freed nothing, if that is for good."""
+        self._held_up: dict[str | None, str] = {}
+        """Why the last pass of the mover freed nothing, if that is for good: that over all, or (by tenant) one over what is its own."""
+        self._why_refused: dict[str, str] = {}
+        """By tenant, what SSD said last to what had to be written there; that may be about its quota, which is told to nobody else."""
         self.writeback: Writeback
 
     # --- allocation ----------------------------------------------------------------------------------------------------
@@ -106,10 +108,7 @@ class Residency:
                 if not over and await self._find_room(slot_class, max(0.0, deadline - loop.time()), evicting=demand > 0):
                     continue
                 if loop.time() >= deadline:
-                    if self._held_up:
-                        raise NoSpace(f"no DRAM free for {slot_class.slot_bytes} bytes: {self._held_up}")
-                    why = f"no DRAM free for {slot_class.slot_bytes} bytes" + (" within this tenant's quota" if over else "")
-                    raise Busy(why, retry_after_ms=max(50, int(1000 * wait_s)))
+                    raise self._no_slot(slot_class, bool(over), wait_s)
                 wanted = 0 if over else slot_class.slot_bytes  # who is over its quota makes nobody else's pages go
                 self._demand += wanted - demand
                 demand = wanted
@@ -120,6 +119,15 @@ class Residency:
                 await self._room_or_pause()
         finally:
             self._demand -= demand
+
+    def _no_slot(self, slot_class: SlotClass, over: bool, wait_s: float) -> Busy | NoSpace:
+        """What is told to who has waited for a slot in vain; of others' pages nothing."""
+        tenant, why = slot_class.tenant, f"no DRAM free for {slot_class.slot_bytes} bytes"
+        if over and (limit := self._quotas.of(tenant).dram) is not None:
+            why += f": {named(tenant, 'dram', limit)} is full"
+        if held_up := self._held_up.get(tenant if over else None):
+            return NoSpace(f"{why}: {held_up}")
+        return Busy(why, retry_after_ms=max(50, int(1000 * wait_s)))
 
     async def _room_or_pause(self) -> None:
         """Wait for word of room, in steps: it also comes from leases that end and puts that are given up, which announce nothing."""
@@ -234,9 +242,12 @@ class Residency:
         refusing: set[int] = set()
         while (freed := await self._reclaim_once(wanted, tenant, refusing)) <= 0 and self._refused - refusing:
             refusing |= self._refused
-        held_up, state = freed <= 0 and bool(refusing), self.writeback.state
-        why = "SSD is full" if state.ok else state.error().message
-        self._held_up = f"what is there may not be discarded, and {why}" if held_up else ""
+        state = self.writeback.state
+        if freed > 0 or not refusing:
+            self._held_up.pop(tenant, None)
+        else:
+            why = state.error().message if not state.ok else self._why_refused.get(tenant or "", "SSD has no room for it")
+            self._held_up[tenant] = f"what is there may not be discarded, and {why}"
         return freed
 
     async def _reclaim_once(self, wanted: int, tenant: str | None, refusing: set[int]) -> int:
@@ -311,7 +322,7 @@ class Residency:
                 await self.writeback.make_durable(space, keys)
             except NoSpace as error:
                 if self.writeback.state.ok:
-                    refused[space.number] = error.message
+                    refused[space.number] = self._why_refused[space.settings.tenant] = error.message
                 else:
                     stay.add(space.number)  # the disk may have room again soon
             except (Busy, DiskFailing):
