@@ -4,10 +4,13 @@ import base64
 import json
 import urllib.error
 import urllib.request
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from kvstore.api.metric_texts import COUNTERS
+from kvstore.store.stats import Stats
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, open_namespace
@@ -55,6 +58,21 @@ def test_health_and_metrics(http: str) -> None:
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["kvstore_put_pages_total"]) >= 4
     assert 0 < float(values['kvstore_tier_used_bytes{tier="dram"}']) <= float(values['kvstore_tier_capacity_bytes{tier="dram"}'])
+
+
+def test_each_metric_says_what_it_is(http: str) -> None:
+    """A counter says what it counts, and not its own name again; and all that the store counts has a text."""
+    assert list(COUNTERS) == [field.name for field in fields(Stats)]
+    text = ask(f"{http}/metrics")[2].decode()
+    help_of = dict(line.removeprefix("# HELP ").split(" ", 1) for line in text.splitlines() if line.startswith("# HELP "))
+    assert len(help_of) > len(COUNTERS) + 20
+    for name, told in help_of.items():
+        assert len(told.split()) >= 5, f"{name}: {told}"
+        assert not told.endswith("."), name
+        if "bytes" in name:
+            assert "ytes" in told, f"{name} does not name its unit: {told}"
+        if "seconds" in name:
+            assert "econds" in told or "time" in told, f"{name} does not name its unit: {told}"
 
 
 def test_a_request_id_comes_back(http: str) -> None:
