@@ -22,6 +22,13 @@ from kvstore.store.waits import finish_despite_cancel
 
 _SETTINGS = ("name", "recipes", "retention_s", "ttl_s", "rebuild", "lossy")
 """Of a namespace, besides what its identity is made of."""
+_FIXED = (
+    "these are fixed when a namespace is created, and only prefill_us and prefill_ns_per_position can be changed: ask for what it has, "
+    "open it by its name alone, or drop it, with all its pages, and create it anew"
+)
+_ANOTHER = (
+    "a namespace is of one model fingerprint and one KV spec for good: give this one another name, or drop the other, with all its pages"
+)
 _SHOWN = 120
 
 
@@ -55,13 +62,15 @@ class Namespaces:
             if replace(space.settings, prefill=settings.prefill) != settings:
                 there = space.settings
                 others = _differences({name: (getattr(there, name), getattr(settings, name)) for name in _SETTINGS})
-                raise Conflict(f"this model fingerprint and KV spec have a namespace, {there.name!r} ({space.id}); there {others}")
+                raise Conflict(
+                    f"this model fingerprint and KV spec have a namespace, {there.name!r} ({space.id}); there {others}; {_FIXED}"
+                )
             if settings.prefill and settings.prefill != space.settings.prefill:
                 await self._put_record(space, settings)
             return space
         other = self._spaces.by_name(settings.tenant, settings.name)
         if other is not None:
-            raise Conflict(f"the name {settings.name!r} is taken by {other.id}, {_identity(other.settings, settings)}")
+            raise Conflict(f"the name {settings.name!r} is taken by {other.id}, {_identity(other.settings, settings)}; {_ANOTHER}")
         space = self._make(self.next_number, settings)
         self.next_number += 1
         self._spaces.add(space)

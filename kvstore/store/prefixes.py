@@ -198,7 +198,7 @@ class Prefixes:
         Raises Conflict if the namespace has none, or a page has none, or is leased.
         """
         if space.text is None:
-            raise Conflict("this namespace keeps no recipes: its pages could not be computed again")
+            raise Conflict("this namespace keeps no recipes, which is fixed when it is created: its pages could not be computed again")
         await self._recipes.flush(_FLUSH_S)
         path = known_path(space, tokens, extras)
         if not 0 <= from_page < path.pages:

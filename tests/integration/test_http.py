@@ -90,14 +90,17 @@ def test_namespaces_come_and_go(http: str) -> None:
     assert "web" in [n["name"] for n in json.loads(ask(f"{http}/v1/namespaces")[2])["items"]]
     assert json.loads(ask(f"{http}/v1/namespaces/web")[2])["spec"] == SPEC.to_dict()
     components = [SPEC.to_dict()["components"][0] | {"layers": 3}]
+    fixed = "these are fixed when a namespace is created, and only prefill_us and prefill_ns_per_position can be changed: ask for"
+    another = "a namespace is of one model fingerprint and one KV spec for good: give this one another name, or"
     for changes, words in (
-        ({"fingerprint": "g"}, f"the name 'web' is taken by {name}, which has another model fingerprint"),
-        ({"spec": SPEC.to_dict() | {"components": components}}, "which has another KV spec (components.0.layers is 8, not 3)"),
-        ({"name": "other", "recipes": True}, '; there name is "web", not "other", recipes is false, not true'),
+        ({"fingerprint": "g"}, f"the name 'web' is taken by {name}, which has another model fingerprint; {another}"),
+        ({"spec": SPEC.to_dict() | {"components": components}}, f"which has another KV spec (components.0.layers is 8, not 3); {another}"),
+        ({"name": "other", "recipes": True}, f'; there name is "web", not "other", recipes is false, not true; {fixed}'),
     ):
         answer = ask(f"{http}/v1/namespaces", "POST", body | changes)
         assert problem(answer) == (409, "conflict")
-        assert json.loads(answer[2])["detail"].endswith(words)
+        assert words in json.loads(answer[2])["detail"]
+    assert ask(f"{http}/v1/namespaces", "POST", body | {"prefill_us": 7.0})[0] == 200, "this one can be changed"
     assert ask(f"{http}/v1/namespaces/{name}", "DELETE")[0] == 204
     assert problem(ask(f"{http}/v1/namespaces/{name}")) == (404, "unknown_namespace")
 

@@ -147,7 +147,7 @@ class Rebuilding:
 
     def _check(self, space: Space) -> None:
         if space.text is None:
-            raise Conflict("this namespace keeps no recipes: its pages can't be computed again")
+            raise Conflict("this namespace keeps no recipes, which is fixed when it is created: its pages can't be computed again")
         if self._closed:
             raise Cancelled(_STOPPING)
         if space.loading:
@@ -236,7 +236,10 @@ class Rebuilding:
         if lease_s <= 0:
             raise BadRequest("a claim lasts more than 0 s")
         if space is not None and space.text is None:
-            raise Conflict(f"namespace {space.id} keeps no recipes: there will never be work in it; create it with recipes = on")
+            raise Conflict(
+                f"namespace {space.id} keeps no recipes, which is fixed when it is created: there will never be work in it; "
+                "drop it, and create it anew with recipes = on"
+            )
         deadline = time.monotonic() + min(wait_s, MAX_WAIT_S)
         while True:
             if self._closed:
