@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import lmdb
 import numpy as np
 
-from kvstore.errors import Corrupt
+from kvstore.errors import Corrupt, DataDirError
+from kvstore.lmdb_files import is_marked, open_readonly
 from kvstore.lmdb_find import Place
 from kvstore.tiers.direct import LARGEST_READ, DirectFile
 
@@ -26,6 +28,38 @@ _GAP = 64 << 10
 
 Stretch = tuple[int, int, int]
 """Bytes [start, end) of a stored form with nothing but headers between: place in the file, start, end."""
+
+
+def check_unopened(path: Path, extent_bytes: int) -> None:
+    """As `check_extent`, before what opens the environment takes many larger extents for damage. What can't be read is for that to see."""
+    if is_marked(path):
+        return
+    try:
+        env = open_readonly(path)
+    except (lmdb.Error, OSError, DataDirError):
+        return
+    try:
+        check_extent(env, path, extent_bytes)
+    finally:
+        env.close()
+
+
+def check_extent(env: lmdb.Environment, path: Path, extent_bytes: int) -> None:
+    """Raise DataDirError if an environment has extents of another size: none of its blobs would verify.
+
+    Where the first and the last say two things, one of them is damaged.
+    """
+    try:
+        with env.begin(buffers=True) as txn, txn.cursor() as cursor:
+            sizes = {len(cursor.value()) for there in (cursor.first, cursor.last) if there()}
+    except lmdb.Error:  # it is met again, by who reads it
+        return
+    if len(sizes) == 1 and extent_bytes not in sizes:
+        (size,) = sizes
+        raise DataDirError(
+            f"{path} has extents of {size} bytes, which is fixed as long as there is something in it, and `extent` is {extent_bytes}: "
+            f"set extent = {size}, or give an empty data directory"
+        )
 
 
 @dataclass(slots=True)

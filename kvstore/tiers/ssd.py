@@ -36,7 +36,7 @@ from kvstore.lmdb_files import (
 from kvstore.lmdb_find import Damaged, Overtaken, Place, find_values
 from kvstore.threads import started_pool
 from kvstore.tiers import Usage
-from kvstore.tiers.extents import PAGE_HEADER, ExtentFile
+from kvstore.tiers.extents import PAGE_HEADER, ExtentFile, check_extent, check_unopened
 from kvstore.tiers.together import Together
 
 _KEY = struct.Struct(">I16sH")
@@ -90,6 +90,7 @@ class BlobFile:
     """One LMDB environment of extents. `capacity` bounds the bytes of extents; the file may be a tenth and 256 MiB larger."""
 
     def __init__(self, path: Path, capacity: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
+        check_unopened(path, extent_bytes)
         self._path = path
         self._readonly = False
         self.capacity = capacity
@@ -105,6 +106,7 @@ class BlobFile:
 
     def _open(self) -> None:
         self._env = open_environment(self._path, self._map_bytes, entry_bytes=self.extent_bytes, max_spare_txns=8, max_readers=126)
+        check_extent(self._env, self._path, self.extent_bytes)
         self._extents: int = self._env.stat()["entries"]
         self._file = ExtentFile(self._path / DATA_FILE, self.extent_bytes)
         self._page_bytes: int = self._env.stat()["psize"]
