@@ -14,10 +14,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvstore_workers.busy_machine import warn_if_busy
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says before anything is measured if the machine is busy."""
+
+    def parse_args(self, *given: Any, **named: Any) -> Any:
+        parsed = super().parse_args(*given, **named)
+        warn_if_busy()
+        return parsed
+
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """A parser with the flags that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a short form, for a look")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every repetition")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the result (needs matplotlib)")

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kvstore.api.wire import BadRequest, Component, KVSpec, KVStoreError
 from kvstore_client import AsyncClient, fingerprint_revision
+from kvstore_workers.busy_machine import warn_if_busy
 from kvstore_workers.daemon_process import DaemonProcess
 from kvstore_workers.replay import replay
 from kvstore_workers.trace import BLOCK_TOKENS, Request, excerpt_path, model_hits, read_mooncake
@@ -138,8 +139,10 @@ def main() -> None:
     parser.add_argument("--compute-us", type=float, default=25.0, help="modelled prefill time a token, in microseconds")
     parser.add_argument("--dram", default="768MiB", help="the daemon's DRAM tier")
     parser.add_argument("--ssd", default="6GiB", help="the daemon's SSD tier")
+    arguments = parser.parse_args()
+    warn_if_busy()
     try:
-        sys.exit(asyncio.run(run(parser.parse_args())))
+        sys.exit(asyncio.run(run(arguments)))
     except KVStoreError as error:
         sys.exit(f"demo: {error.code}: {error.message}")
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.api.wire import BadRequest, KVStoreError
+from kvstore_workers.busy_machine import warn_if_busy
 from kvstore_workers.daemon_process import DaemonProcess
 from kvstore_workers.factory.controls import Kind
 from kvstore_workers.factory.picture import can_draw, draw
@@ -185,8 +186,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the runs over time (needs matplotlib)")
     parser.add_argument("--journal", type=Path, metavar="FILE", help="keep the journals, as FILE.disaggregated and FILE.aggregated")
+    arguments = parser.parse_args()
+    warn_if_busy()
     try:
-        sys.exit(asyncio.run(run(parser.parse_args())))
+        sys.exit(asyncio.run(run(arguments)))
     except KVStoreError as error:
         sys.exit(f"factory: {error.code}: {error.message}")
 
