@@ -43,7 +43,7 @@ def test_digests_from_files_are_hex_arrays_or_raw_bytes(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.frombuffer(TWO, np.uint8).reshape(2, 16))
     np.save(tmp_path / "row.npy", np.frombuffer(TWO, np.uint8))
     for name in ("hex", "raw", "rows.npy", "row.npy"):
-        given = labels_of("", f"@{tmp_path / name}")
+        given = labels_of(None, f"@{tmp_path / name}")
         assert (given.of(SPEC).tobytes(), given.tokens(SPEC)) == (TWO, 8), name
 
 
@@ -61,11 +61,11 @@ def test_digests_from_files_are_hex_arrays_or_raw_bytes(tmp_path: Path) -> None:
 def test_what_is_no_digests(tmp_path: Path, digests: bytes, said: str) -> None:
     (tmp_path / "d").write_bytes(digests)
     with pytest.raises(BadRequest, match=said):
-        labels_of("", f"@{tmp_path / 'd'}").of(SPEC)
+        labels_of(None, f"@{tmp_path / 'd'}").of(SPEC)
 
 
 @pytest.mark.parametrize("array", [np.zeros((2, 16), np.uint32), np.zeros((1, 1, 16), np.uint8), np.zeros((0, 16), np.uint8)])
 def test_an_array_that_is_no_digests(tmp_path: Path, array: "np.ndarray[Any, Any]") -> None:
     np.save(tmp_path / "d.npy", array)
     with pytest.raises(BadRequest, match=r"can't read digests from .*(not uint8 with one digest a row|there are none)"):
-        labels_of("", f"@{tmp_path / 'd.npy'}")
+        labels_of(None, f"@{tmp_path / 'd.npy'}")

@@ -29,7 +29,7 @@ from kvstore.cli.common import (
     size_text,
     table_console,
 )  # fmt: skip
-from kvstore.cli.labels import DigestsOption, TokensOption, labels_of, load_npy
+from kvstore.cli.labels import DigestsOption, MaybeTokensOption, labels_of, load_npy
 from kvstore.cli.lacks import lacks_text
 from kvstore.cli.whole_pages import all_parts, check_size, fetch
 from kvstore.errors import BadRequest, NotFound
@@ -48,8 +48,8 @@ def put(
             help="File with the bytes of the pages from --first-page on; of an .npy file those of its array. - for standard input.",
         ),
     ],
-    tokens: TokensOption = "",
-    digests: DigestsOption = "",
+    tokens: MaybeTokensOption = None,
+    digests: DigestsOption = None,
     first_page: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="First page to put; those before must be in the store.")] = 0,
     durable: Annotated[bool, typer.Option("--durable", help="Wait until a power cut can't take them.")] = False,
     endpoint: EndpointOption = DEFAULT_DATA,
@@ -103,8 +103,8 @@ def _read(path: Path) -> npt.NDArray[np.uint8]:
 def get(
     namespace: NamespaceArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="File for the bytes of the matched pages; - for standard output.")],
-    tokens: TokensOption = "",
-    digests: DigestsOption = "",
+    tokens: MaybeTokensOption = None,
+    digests: DigestsOption = None,
     endpoint: EndpointOption = DEFAULT_DATA,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
@@ -141,8 +141,8 @@ def get(
 @misses
 def match(
     namespace: NamespaceArgument,
-    tokens: TokensOption = "",
-    digests: DigestsOption = "",
+    tokens: MaybeTokensOption = None,
+    digests: DigestsOption = None,
     estimate: Annotated[bool, typer.Option("--estimate", help="Say what loading it costs beside computing it, and where to cut.")] = False,
     prefill_us: PrefillOption = 0.0,
     prefill_ns_per_position: PositionOption = 0.0,

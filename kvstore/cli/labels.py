@@ -26,7 +26,8 @@ DIGESTS_HELP = (
     "Or, where pages are labelled with digests, those: in hex, with commas; @FILE (hex, .npy of uint8, or raw bytes); or - for hex."
 )
 TokensOption = Annotated[str, typer.Option("--tokens", "-t", help=TOKENS_HELP)]
-DigestsOption = Annotated[str, typer.Option("--digests", help=DIGESTS_HELP)]
+MaybeTokensOption = Annotated[str | None, typer.Option("--tokens", "-t", help=TOKENS_HELP)]
+DigestsOption = Annotated[str | None, typer.Option("--digests", help=DIGESTS_HELP)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,13 @@ class Labels:
         return len(self.raw) // spec.hash_bytes * spec.page_tokens if spec.hash_bytes else len(self.raw) // 4
 
 
-def labels_of(tokens: str, digests: str) -> Labels:
+def labels_of(tokens: str | None, digests: str | None) -> Labels:
     """What the two options give, of which one is to be there. Raises BadRequest."""
-    if bool(tokens) == bool(digests):
-        raise BadRequest("say which pages: by --tokens or, where they are labelled with digests, by --digests")
-    if tokens:
+    if tokens is not None and digests is None:
         return Labels(parse_tokens(tokens).data.cast("B"))
-    return parse_digests(digests)
+    if digests is not None and tokens is None:
+        return parse_digests(digests)
+    raise BadRequest("say which pages: by --tokens or, where they are labelled with digests, by --digests")
 
 
 def parse_digests(text: str) -> Labels:

@@ -18,15 +18,15 @@ from kvstore.cli.common import (
     moving_s,
     print_json,
 )  # fmt: skip
-from kvstore.cli.labels import DigestsOption, TokensOption, labels_of
+from kvstore.cli.labels import DigestsOption, MaybeTokensOption, labels_of
 from kvstore.errors import BadRequest, NotFound
 
 
 @misses
 def prefetch(
     namespace: NamespaceArgument,
-    tokens: TokensOption = "",
-    digests: DigestsOption = "",
+    tokens: MaybeTokensOption = None,
+    digests: DigestsOption = None,
     endpoint: EndpointOption = DEFAULT_DATA,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
@@ -52,8 +52,8 @@ def prefetch(
 def pin(
     namespace: NamespaceArgument,
     ttl: Annotated[float, typer.Option(help="Seconds from now after which it ends; at most 30 days.")],
-    tokens: TokensOption = "",
-    digests: DigestsOption = "",
+    tokens: MaybeTokensOption = None,
+    digests: DigestsOption = None,
     endpoint: EndpointOption = DEFAULT_DATA,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
@@ -91,8 +91,8 @@ def unpin(
 @misses
 def abandon(
     namespace: NamespaceArgument,
-    tokens: TokensOption = "",
-    digests: DigestsOption = "",
+    tokens: MaybeTokensOption = None,
+    digests: DigestsOption = None,
     session: Annotated[str, typer.Option("--session", "-s", help="The session instead, as it is named in hints.")] = "",
     from_token: FromTokenOption = 0,
     endpoint: EndpointOption = DEFAULT_DATA,
@@ -103,7 +103,7 @@ def abandon(
 
     Exit code 1 if that is nothing, 2 for an error.
     """
-    if bool(tokens or digests) == bool(session) or (session and from_token):
+    if (tokens is not None or digests is not None) == bool(session) or (session and from_token):
         raise BadRequest("say what to abandon: either --tokens or --digests, and perhaps --from-token, or --session")
     given = None if session else labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
@@ -115,8 +115,8 @@ def abandon(
 @misses
 def delete(
     namespace: NamespaceArgument,
-    tokens: TokensOption = "",
-    digests: DigestsOption = "",
+    tokens: MaybeTokensOption = None,
+    digests: DigestsOption = None,
     from_token: FromTokenOption = 0,
     endpoint: EndpointOption = DEFAULT_DATA,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,

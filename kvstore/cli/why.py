@@ -21,7 +21,7 @@ from kvstore.cli.common import (
     print_json,
     table_console,
 )  # fmt: skip
-from kvstore.cli.labels import DigestsOption, TokensOption, labels_of
+from kvstore.cli.labels import DigestsOption, MaybeTokensOption, labels_of
 from kvstore.cli.lacks import lacks_text
 from kvstore.errors import NotFound
 from kvstore.kvspec import KVSpec
@@ -30,8 +30,8 @@ from kvstore.kvspec import KVSpec
 @misses
 def why(
     namespace: NamespaceArgument,
-    tokens: TokensOption = "",
-    digests: DigestsOption = "",
+    tokens: MaybeTokensOption = None,
+    digests: DigestsOption = None,
     first_page: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Only from this page on.")] = 0,
     http: HttpOption = DEFAULT_HTTP,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,

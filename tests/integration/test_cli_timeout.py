@@ -25,7 +25,7 @@ def stopped(daemon: DaemonProcess) -> Iterator[DaemonProcess]:
     [
         ("status", "GET /v1/stat"),
         ("ns drop x --yes", "GET /v1/namespaces/x"),
-        ("why x -t 1", "POST /v1/namespaces/x/why"),
+        ("why x -t 1", "GET /v1/namespaces/x"),
         ("match x -t 1", "a first answer"),
         ("pin x -t 1 --ttl 1", "a first answer"),
         ("rebuild x -t 1", "a first answer"),
