@@ -203,7 +203,7 @@ class Leases:
 
     def each(self) -> list[Lease]:
         """All of them, as they are now."""
-        return list(self._by_id.values())
+        return [lease for mine in self._of.values() for lease in mine.values()]
 
     def of_space(self, space: Space) -> list[Lease]:
         """All leases on a namespace."""
