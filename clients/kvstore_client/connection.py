@@ -38,6 +38,8 @@ _STALLED_S = 0.1
 """A cancelled fetch does not wait for a frame of which nothing has come for so long."""
 _SOON_BYTES = 256 << 10
 """What is fetched into no more than this is expected within microseconds."""
+_LOOKS = 8
+"""At the socket, for an answer, between two turns of the loop: as long as one of those takes."""
 
 Pending = Call[asyncio.Future[Frame]]
 Request = tuple[FrameType, Message, bytes | memoryview]
@@ -278,11 +280,16 @@ class Connection(Answers[asyncio.Future[Frame]]):
                 self._calls.pop(number, None)
 
     async def _spin_until(self, done: "asyncio.Future[Frame]", nbytes: int) -> None:
-        """Let the loop look for the answer for a moment, without sleeping, if that has paid lately."""
+        """Look for the answer for a moment, without sleeping, if that has paid lately. The loop has its turns meanwhile."""
         if self._spin.worth():
             until = time.monotonic() + spin_s(nbytes)
-            while not done.done() and time.monotonic() < until:  # noqa: ASYNC110 - an event would be waited for asleep
-                await asyncio.sleep(0)
+            while not done.done() and time.monotonic() < until:
+                for _ in range(_LOOKS):
+                    self._channel.look()
+                    if done.done():
+                        break
+                else:
+                    await asyncio.sleep(0)
             self._spin.tried(came=done.done())
 
     async def _send(self, buffers: list[bytes | memoryview]) -> None:

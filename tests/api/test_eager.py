@@ -115,6 +115,25 @@ async def test_whole_frames_are_dealt_with_as_they_come(ends: tuple[Channel, soc
     await task
 
 
+async def test_who_looks_has_frames_dealt_with_at_once(ends: tuple[Channel, socket.socket]) -> None:
+    channel, peer = ends
+    reader = Reader(channel)
+    channel.look()  # nobody reads yet
+    task = await reading(reader)
+    channel.look()
+    assert not reader.seen
+    both = frame(1) + frame(2, bytes(100))
+    peer.send(both[:-50])
+    channel.look()
+    assert [number for number, _, _ in reader.seen] == [1]
+    peer.send(both[-50:])
+    channel.look()
+    await until(lambda: len(reader.seen) == 2)
+    peer.close()
+    channel.look()  # the end is for who reads
+    await task
+
+
 async def test_what_a_frame_waits_for_holds_up_the_next(ends: tuple[Channel, socket.socket]) -> None:
     channel, peer = ends
     event = asyncio.Event()

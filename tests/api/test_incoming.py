@@ -40,6 +40,20 @@ async def test_what_is_there_and_what_comes_later(ends: tuple[Incoming, socket.s
     assert await receive(ends) == b""
 
 
+async def test_who_looks_reads_for_who_waits(ends: tuple[Incoming, socket.socket, socket.socket]) -> None:
+    ends[0].look()  # nobody waits
+    waiting = asyncio.create_task(receive(ends))
+    await asyncio.sleep(0)
+    ends[0].look()
+    assert not waiting.done()
+    ends[2].send(b"one")
+    ends[0].look()
+    ends[2].send(b"two")
+    ends[0].look()  # it has its own already
+    assert await waiting == b"one"
+    assert await receive(ends) == b"two"
+
+
 async def test_what_comes_while_nobody_waits(ends: tuple[Incoming, socket.socket, socket.socket]) -> None:
     waiting = asyncio.create_task(receive(ends))
     await asyncio.sleep(0)

@@ -32,6 +32,9 @@ class BlockingEnds:
     def bound(self, seconds: float | None) -> None:
         """Nothing: `until` is the bound."""
 
+    def look(self) -> None:
+        """Nothing: nobody waits while somebody else could look."""
+
     async def receive(self, read: Callable[[], T]) -> T:
         """What `read`, a call on the socket, returns. Raises TimeoutError."""
         left = self._left()

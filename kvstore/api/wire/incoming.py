@@ -55,6 +55,11 @@ class Incoming:
             if timer is not None:
                 timer.cancel()
 
+    def look(self) -> None:
+        """Read now what somebody waits for, if it is there. For who would else only give the loop a turn to find it."""
+        if self._done is not None:
+            self._readable()
+
     def _readable(self) -> None:
         done, read = self._done, self._read
         if done is None or read is None:  # more has come than anybody asks for yet: the next wait registers again

@@ -37,6 +37,9 @@ class ReadingEnd(Protocol):
     async def receive(self, read: Callable[[], T]) -> T:
         """What `read`, a call on the socket, returns once there is something."""
 
+    def look(self) -> None:
+        """Read now what somebody waits for, if it is there."""
+
     def close(self) -> None:
         """End what is waited for."""
 
@@ -77,6 +80,10 @@ class ReadingHalf:
         Frames with slices only if `bulk`. What the handler has to wait for, the waiting task waits for. Must be ready for both ways.
         """
         self._handler, self._offer_bulk = handler, bulk
+
+    def look(self) -> None:
+        """Read now what is waited for, if it is there, and have frames dealt with that were offered: sooner than the loop would."""
+        self._reader.look()
 
     async def wait_readable(self) -> bool:
         """Wait, for as long as it takes, until the next frame begins; False if the peer closed instead."""
