@@ -9,7 +9,6 @@ import os
 import struct
 import threading
 import time
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import lmdb
 
-from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Busy, Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
 from kvstore.lmdb_files import (
@@ -37,6 +35,7 @@ from kvstore.lmdb_find import Damaged, Overtaken, Place, find_values
 from kvstore.threads import started_pool
 from kvstore.tiers import Usage
 from kvstore.tiers.extents import PAGE_HEADER, ExtentFile, check_extent, check_unopened
+from kvstore.tiers.stored import pieces_to_read, verify_slices, verify_table
 from kvstore.tiers.together import Together
 
 _KEY = struct.Struct(">I16sH")
@@ -45,10 +44,6 @@ _PROBE_NUMBER = 0xFFFFFFFF
 _MOST_TRIES = 100
 _KEYS_AT_ONCE = (1 << 16) + 1
 """Looked at by one transaction: no blob has so many extents."""
-_PIECE_BYTES = 2 << 20
-"""Of a blob, read and verified before they are given out: enough for the disk, little enough to be sent meanwhile."""
-_END_BYTES = 1 << 20
-"""Of a blob's payload, read with its digest table: a read of that alone waits behind the others, and keeps a thread from its share."""
 
 _PARTNERS = 2
 """Threads that help those who read a large blob."""
@@ -252,7 +247,7 @@ class BlobFile:
     def _fill_from(
         self, places: list[Place], blob: bytes, layout: SliceLayout, out: memoryview, arrived: Arrived | None, *, uncached: bool
     ) -> None:  # fmt: skip
-        pieces = list(pieces_to_read(layout, len(out)))
+        pieces = pieces_to_read(layout, len(out))
         table_tried, table_good = threading.Event(), False
 
         def read_end() -> None:
@@ -348,51 +343,3 @@ class BlobFile:
                     deleted += cursor.delete()
                     more = cursor.key()[:4] == prefix
             self._extents = self._env.stat()["entries"]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes [start, end) of a stored form, which hold the slices [first, last)."""
-
-    start: int
-    end: int
-    first: int
-    last: int
-
-
-def pieces_to_read(layout: SliceLayout, nbytes: int) -> list[Piece]:
-    """How a stored form of `nbytes` is read: a small one at once; else its end, with the digest table, then the rest by two MiB or so."""
-    if nbytes <= _PIECE_BYTES:
-        return [Piece(0, nbytes, 0, layout.count)]
-    offsets = layout.offsets
-    end = min(layout.count - 1, bisect_left(offsets, layout.payload_bytes - _END_BYTES))
-    pieces, first = [Piece(offsets[end], nbytes, end, layout.count)], 0
-    while first < end:
-        last = min(end, max(first + 1, bisect_right(offsets, offsets[first] + _PIECE_BYTES) - 1))
-        pieces.append(Piece(offsets[first], offsets[last], first, last))
-        first = last
-    return pieces
-
-
-def verify_stored(blob: bytes, layout: SliceLayout, stored: memoryview) -> None:
-    """Raise Corrupt unless a stored form is that of the blob: its table gives the id, its slices give the table."""
-    verify_table(blob, layout, stored)
-    verify_slices(blob, layout, stored, 0, layout.count)
-
-
-def _table(layout: SliceLayout, stored: memoryview) -> memoryview:
-    return stored[layout.payload_bytes : layout.payload_bytes + DIGEST_BYTES * layout.count]
-
-
-def verify_table(blob: bytes, layout: SliceLayout, stored: memoryview) -> None:
-    """Raise Corrupt unless the digest table in a stored form is the one that gives the blob's id."""
-    if blob_id(_table(layout, stored)) != blob:
-        raise Corrupt(f"blob {blob.hex()}: its digest table does not verify")
-
-
-def verify_slices(blob: bytes, layout: SliceLayout, stored: memoryview, first: int, last: int) -> None:
-    """Raise Corrupt unless the slices [first, last) of a stored form are those that its table names."""
-    table, offsets = _table(layout, stored), layout.offsets
-    for index in range(first, last):
-        if slice_digest(stored[offsets[index] : offsets[index + 1]]) != table[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
-            raise Corrupt(f"blob {blob.hex()}: slice {index} does not verify")

@@ -9,7 +9,8 @@ import pytest
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.tiers.ssd import BlobBatch, BlobFile, verify_stored
+from kvstore.tiers.ssd import BlobBatch, BlobFile
+from kvstore.tiers.stored import verify_stored
 
 LAYOUT = SliceLayout((5000, 5000, 3000))
 

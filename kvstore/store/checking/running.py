@@ -22,7 +22,8 @@ from kvstore.store.dram.reading import Held
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.tiers.blobs import NO_SLOT
-from kvstore.tiers.ssd import BlobFile, verify_stored
+from kvstore.tiers.ssd import BlobFile
+from kvstore.tiers.stored import verify_stored
 
 _SLICE_S = 0.002
 _RUN = 64

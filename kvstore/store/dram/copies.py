@@ -11,7 +11,7 @@ from kvstore.store.space import Space
 from kvstore.store.waits import finish_despite_cancel
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena
-from kvstore.tiers.ssd import verify_stored
+from kvstore.tiers.stored import verify_stored
 
 
 def verifies(name: bytes, layout: SliceLayout, stored: memoryview) -> bool:
