@@ -24,7 +24,7 @@ from kvstore.columns import ColumnSpec, distinct
 from kvstore.digests import KEY_BYTES
 from kvstore.radix.leaf_first import raised
 from kvstore.radix.pages import DURABLE, GHOST, Slots
-from kvstore.store.dram.untold import APART_AT_A_TIME, AT_A_TIME, MOST, ApartUse, Cooled, Note, PathUse, Placed, Untold, pieces
+from kvstore.store.dram.untold import A_TURN, APART_AT_A_TIME, MOST, ApartUse, Cooled, Note, PathUse, Placed, Untold, pieces
 from kvstore.store.space import Space
 from kvstore.store.uses import Asked, Use
 from kvstore.tiers.policies import Columns, Explanation, Pages, Policy, Values, parts
@@ -170,7 +170,7 @@ class Replacement:
         last, clock = self._notes.noted, asyncio.get_running_loop().time
         deadline = clock() + within_s
         while self._notes.told < last:
-            most = AT_A_TIME if clock() < deadline else MOST
+            most = A_TURN if clock() < deadline else MOST
             weight = 0
             while self._notes.told < last and weight < most:
                 weight += self._teach_next()

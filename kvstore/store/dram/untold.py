@@ -19,10 +19,10 @@ MOST = 1 << 18
 """Most that waits, in pages and `A_USE` for each use: some 40 ms. Where more comes, the request itself tells of the oldest."""
 MANY = 1 << 16
 """Of more, it is told without waiting for quiet."""
-AT_A_TIME = 1 << 14
-"""About what is told in a row: all that waits takes `MOST / AT_A_TIME` turns of the loop, and one more."""
-APART_AT_A_TIME = AT_A_TIME // APART
-"""So many pages that stand alone are told of in a row."""
+A_TURN = 4 * A_USE
+"""About what is told in a row, half a millisecond or one: requests that come meanwhile wait for it, turn by turn."""
+APART_AT_A_TIME = 1 << 12
+"""Of pages that stand alone, so many are told of in a row."""
 
 
 @dataclass(frozen=True, slots=True)
