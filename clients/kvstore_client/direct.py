@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.api.wire import Busy, ConnectionLost, DeadlineExceeded, FrameType, KVStoreError, ProtocolError, encode, pack, unpack
@@ -36,6 +36,8 @@ _RETRY_S = 5.0
 """How long it is left alone after it could not be had (a quota, perhaps), or an answer did not come in time."""
 _SETTLE_S = 1.0
 """How long a call by the loop waits at most for what was not waited for before."""
+_CLOSE_S = 5.0
+"""How long the end of a request under way is waited for as the client is closed; it was interrupted."""
 _CURRENT: "ContextVar[Line | None]" = ContextVar("kvstore_line", default=None)
 
 
@@ -90,12 +92,12 @@ class Line(Answers[Slot]):
         self._ends.until = time.monotonic() + seconds
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine by this line."""
-        token = _CURRENT.set(self)
-        try:
-            return at_once(work)
-        finally:
-            _CURRENT.reset(token)
+        """Run a coroutine by this line. In a context of its own: whatever interrupts it, nothing else goes by this line after it."""
+        return copy_context().run(self._run, work)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        _CURRENT.set(self)
+        return at_once(work)
 
     async def call(self, frame_type: FrameType, message: Message, reply: type[M], payload: bytes | memoryview = b"") -> tuple[M, bytes]:
         """Send a control request and wait for its reply. Raises the daemon's typed error."""
@@ -222,9 +224,11 @@ class Direct:
         self._closed = True
         if (line := self._line) is not None:
             line.interrupt()
-        with self._lock:
-            if self._line is not None:
-                self._line.close("this client was closed")
+        held = self._lock.acquire(timeout=_CLOSE_S)  # an interrupt just behind an `acquire` can have left it held by nobody
+        if self._line is not None:
+            self._line.close("this client was closed")
+        if held:
+            self._lock.release()
 
     def _ready(self, seconds: float, *, opening: bool) -> Line | None:
         pool, line = self._client.pool, self._line

@@ -21,19 +21,25 @@ _SHARED_BYTES = 2 << 20
 """A second thread helps with so much; waking it for less takes longer than it saves."""
 _BREATH_BYTES = 4 << 20
 """So much is copied before others on the loop get a turn."""
+_NOWHERE: Bytes = np.empty(0, np.uint8)
 
 
 class _Copying:
-    """The items of a fetch, copied portion by portion by any thread that calls `copy_all` or `copy_next`; each begins what is next."""
+    """The items of a fetch, copied portion by portion: by the caller, who calls `copy_next`, and by one more thread, which calls `help`.
+
+    Each begins what is next. What they do ends with `end`, however late the other thread comes to it.
+    """
 
     def __init__(self, blobs: dict[bytes, NearBlob], items: Sequence[Item], target: memoryview) -> None:
-        self.left: list[Item] = []
+        self._left: list[Item] = []
         """Those that turned out not to be there, in order, as far as `settled` has looked."""
         self._blobs = blobs
         self._items = items
         self._target: Bytes = np.frombuffer(target, np.uint8)
         self._lock = threading.Lock()
         self._over = False
+        self._helping: Future[None] | None = None
+        """There once the other thread has begun; done when it has ended."""
         self._missing = [1] * len(items)
         """Portions of each item that are not copied yet; one as long as nobody has looked at it."""
         self._near: list[NearBlob | None] = [None] * len(items)
@@ -56,10 +62,19 @@ class _Copying:
                 for first, last in ranges:
                     yield number, near, first, last
 
-    def copy_all(self) -> None:
-        """Copy until nothing is left, or it is over."""
-        while self.copy_next():
-            pass
+    def help(self) -> None:
+        """Copy until nothing is left, or it is over. For the other thread."""
+        with self._lock:
+            if self._over:
+                return
+            helping = self._helping = Future[None]()
+        try:
+            while self.copy_next():
+                pass
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            helping.set_exception(error)
+        else:
+            helping.set_result(None)
 
     def copy_next(self) -> int:
         """Copy the next portion; its bytes, 0 if none was left."""
@@ -77,10 +92,36 @@ class _Copying:
             self._missing[number] -= 1
         return sum(piece.size for piece in item.pieces[first:last])
 
-    def stop(self) -> None:
-        """Begin nothing more."""
+    async def end(self) -> None:
+        """Begin nothing more, and return once nobody writes any more, also if this is cancelled or interrupted. Raises what `help` met."""
+        interrupted: BaseException | None = None
+        helping: Future[None] | None = None
+        ended = False
+        while not ended:
+            try:
+                helping = self._stopped()
+                if helping is not None and current() is not None:
+                    concurrent.futures.wait([helping])
+                elif helping is not None:
+                    await asyncio.wait([asyncio.wrap_future(helping)])
+                ended = helping is None or helping.done()
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                interrupted = error
+        self._target = _NOWHERE  # the other thread may hold this a little longer; the caller's memory is free
+        if interrupted is not None:
+            raise interrupted
+        if helping is not None:
+            helping.result()
+
+    def _stopped(self) -> "Future[None] | None":
         with self._lock:
             self._over = True
+            return self._helping
+
+    @property
+    def rest(self) -> list[Item]:
+        """What is to be had another way, in order: what is not there, and what nobody got to."""
+        return [*self._left, *self._items[self._front :]]
 
     def settled(self) -> Iterator[Item]:
         """The next items that are there, in order, up to the first that is not copied yet. For the caller's thread."""
@@ -96,7 +137,7 @@ class _Copying:
             except NotFound:
                 pass
             self._blobs.pop(item.blob, None)
-            self.left.append(item)
+            self._left.append(item)
 
 
 async def copy_near(
@@ -107,9 +148,11 @@ async def copy_near(
     Once this returns, or raises, nothing more is written into `target`.
     """
     copying = _Copying(blobs, items, target)
-    helping = helper.start(copying.copy_all) if sum(item.nbytes for item in items) >= _SHARED_BYTES else None
+    withdraw: Callable[[], None] | None = None
     breath = 0
     try:
+        if sum(item.nbytes for item in items) >= _SHARED_BYTES:
+            withdraw = helper.offer(copying.help)
         while nbytes := copying.copy_next():
             for item in copying.settled():
                 arrived(item)
@@ -118,26 +161,9 @@ async def copy_near(
                 breath = 0
                 await asyncio.sleep(0)
     finally:
-        copying.stop()
-        if helping is not None:
-            await _ended(helping)
+        if withdraw is not None:
+            withdraw()
+        await copying.end()
     for item in copying.settled():
         arrived(item)
-    return copying.left
-
-
-async def _ended(helping: Future[None]) -> None:
-    """Return once the other thread is done, also if this is cancelled: it writes into the caller's buffer. Raises what it raised."""
-    if helping.cancel():
-        return
-    if current() is not None:
-        concurrent.futures.wait([helping])
-    cancelled: asyncio.CancelledError | None = None
-    while not helping.done():
-        try:
-            await asyncio.wait([asyncio.wrap_future(helping)])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    helping.result()
+    return copying.rest

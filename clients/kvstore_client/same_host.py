@@ -50,7 +50,8 @@ class MappedSegment:
 
     def populate(self) -> None:
         """Have all its pages at hand, so that nobody waits for them one by one later. Blocking."""
-        prefault(self._view)
+        with contextlib.suppress(ValueError):  # the client was closed meanwhile, and it is unmapped
+            prefault(self._view)
 
     def unmap(self) -> bool:
         """Unmap it; False as long as somebody holds a view of it."""

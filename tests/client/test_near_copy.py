@@ -1,6 +1,7 @@
 """Copies out of a segment by two threads: what counts, what does not, and that nothing is written once it is over."""
 
 import asyncio
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -155,17 +156,60 @@ async def test_an_error_of_the_caller_ends_it(segment: Segment, helper: Helper) 
     assert np.array_equal(out, then)
 
 
+async def test_a_thread_that_starts_late_writes_into_nothing_that_was_given_back(
+    segment: Segment, helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An executor queues work before it starts its thread: what failed to start is begun with the next work."""
+    start = threading.Thread.start
+    for _ in range(30):
+        one, failed = Helper(), list[threading.Thread]()
+
+        def failing(thread: threading.Thread, failed: list[threading.Thread] = failed) -> None:
+            if thread.name.startswith("kvstore-client-copier") and not failed:
+                failed.append(thread)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", failing)
+            first, second, told = target(), target(), (list[Item](), list[Item]())
+            left = await asyncio.gather(
+                copy_near(dict(segment.blobs), segment.items, first.data, told[0].append, one),
+                copy_near(dict(segment.blobs), segment.items, second.data, told[1].append, one),
+            )
+        then = first.copy(), second.copy()
+        await asyncio.sleep(0.001)
+        assert not any(left)
+        assert told == (segment.items, segment.items)
+        assert np.array_equal(first, then[0])
+        assert np.array_equal(first, second)
+        assert np.array_equal(second, then[1])
+        one.close()
+
+
+async def test_what_was_fetched_into_is_free_at_once(segment: Segment, helper: Helper) -> None:
+    held = threading.Event()
+    helper.offer(lambda: _wait(held))  # so that what is offered next stays in the queue
+    try:
+        for _ in range(3):
+            memory = mmap.mmap(-1, BLOBS * LAYOUT.payload_bytes)
+            view = memoryview(memory)
+            assert await copy_near(segment.blobs, segment.items, view, lambda _: None, helper) == []
+            view.release()
+            memory.close()  # BufferError if anything still has it
+    finally:
+        held.set()
+
+
 async def test_a_helper_that_is_busy_is_not_waited_for(segment: Segment, helper: Helper) -> None:
     held = threading.Event()
-    started = helper.start(lambda: _wait(held))
-    assert started is not None
+    helper.offer(lambda: _wait(held))
     try:
         seen = list[Item]()
         assert await copy_near(segment.blobs, segment.items, target().data, seen.append, helper) == []
         assert seen == segment.items
     finally:
         held.set()
-        started.result(10)
 
 
 def _wait(event: threading.Event) -> None:

@@ -176,7 +176,7 @@ class Leases:
     def cut(self, space: Space, slot: int) -> None:
         """The page in a slot is lost: no lease holds it, nor, but for a flat namespace, what comes after it, and none is left empty."""
         tree, key = space.tree, space.tree.pages.key_bytes(slot)
-        self._let_all_go(space)
+        self._let_go_of(space, slot, key)
         for lease in self.of_space(space):
             if space.spec.flat:
                 if gone := lease.boundaries.count(key):
@@ -213,9 +213,15 @@ class Leases:
         """Those on a namespace that have ended, and still pin something."""
         return [lease for lease in self._left if lease.space is space]
 
-    def _let_all_go(self, space: Space) -> None:
-        """Of what ended leases on a namespace pinned nothing stays pinned."""
+    def _let_go_of(self, space: Space, slot: int, key: bytes) -> None:
+        """Nothing that ended leases on a namespace still pin has the page in a slot, which is lost."""
+        tree = space.tree
+
+        def on_it(boundary: bytes) -> bool:
+            return bool((tree.path_slots(tree.path_to(tree.pages.find_key(boundary))) == slot).any())
+
         for lease in self.ended_of_space(space):
-            for boundary in lease.boundaries:
-                space.tree.unpin(boundary)
-            lease.boundaries.clear()
+            gone = [key] * lease.boundaries.count(key) if space.spec.flat else [one for one in lease.boundaries if on_it(one)]
+            for boundary in gone:
+                tree.unpin(boundary)
+                lease.boundaries.remove(boundary)
