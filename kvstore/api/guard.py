@@ -96,7 +96,9 @@ class Guard:
         if self._table is None:
             return EVERYBODY
         if not secret:
-            raise Unauthenticated("this daemon wants a bearer token: give one with token= or KVSTORE_TOKEN")
+            raise Unauthenticated(
+                "this daemon wants a bearer token: give one by KVSTORE_TOKEN, `kvstore --token TOKEN …`, or token= in the SDK"
+            )
         grant = self._table.find(secret, time.time())
         if grant is None:
             raise Unauthenticated("the token is not known here, or it has expired")

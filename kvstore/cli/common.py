@@ -116,12 +116,14 @@ def http_json(base: str, path: str, *, method: str = "GET", body: object | None 
 
 
 def http_problem(error: urllib.error.HTTPError) -> KVStoreError:
-    """The typed error that a daemon's problem+json stands for."""
+    """The typed error that a daemon's problem+json stands for; ConnectionLost if it is not one."""
     try:
         problem = json.loads(error.read())
     except ValueError:
-        problem = {}
-    return error_from_code(problem.get("code", "internal"), problem.get("detail", str(error)))
+        problem = None
+    if not isinstance(problem, dict) or not isinstance(problem.get("code"), str):
+        return ConnectionLost(f"what answers at {error.url} is no control plane of kvstore: it says HTTP {error.code} ({error.reason})")
+    return error_from_code(problem["code"], str(problem.get("detail", error)))
 
 
 def unreachable(base: str, error: Exception) -> ConnectionLost:

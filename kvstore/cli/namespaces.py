@@ -26,7 +26,7 @@ from kvstore.cli.components import HELP, component_of
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES, Component, KVSpec
 
-app = typer.Typer(help="Create, list, describe and drop namespaces.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Create, list, show and drop namespaces.", no_args_is_help=True, add_completion=False)
 
 
 @app.command("list")
@@ -62,9 +62,12 @@ def create(
     planes: Annotated[int, typer.Option(help="2 for keys and values, 1 for a compressed latent.")] = 2,
     page_tokens: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
     hash_bytes: Annotated[
-        int, typer.Option(help="Pages are labelled with digests of so many bytes (16 to 32) that the engine gives, not with token ids.")
+        int,
+        typer.Option(
+            help="Pages are labelled with digests of so many bytes (16, 20, 24, 28 or 32) that the engine gives, not with token ids."
+        ),
     ] = 0,
-    flat: Annotated[bool, typer.Option("--flat", help="Those digests form no chains: each page stands alone.")] = False,
+    flat: Annotated[bool, typer.Option("--flat", help="With --hash-bytes: the digests form no chains, each page stands alone.")] = False,
     recipes: Annotated[bool, typer.Option("--recipes", help="Allow token ids on disk, so that pages can be rebuilt.")] = False,
     retention: Annotated[int, typer.Option(help="Seconds that durable pages are kept at least.")] = 86_400,
     ttl: Annotated[int, typer.Option(help="Seconds without use after which pages are removed; 0 for never.")] = 0,
@@ -79,6 +82,8 @@ def create(
     as_json: JsonOption = False,
 ) -> None:
     """Create a namespace, or show it if it is there already."""
+    if flat and not hash_bytes:
+        raise BadRequest("--flat is for pages that are labelled with digests: give --hash-bytes, too")
     shape: dict[str, int | str | None] = {"kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "planes": planes}
     spec = KVSpec(page_tokens, _components(layers, shape, component or []), hash_bytes=hash_bytes, flat=flat)
     body = {

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,7 @@ def test_help_names_the_defaults(command: str, words: list[str]) -> None:
         (("status", "--http", "127.0.0.1:7420"), "give http://HOST:PORT"),
         (CREATE, "fingerprint"),
         ((*CREATE, "--model", "m@main"), "does not name fixed weights"),
+        ((*CREATE, "--model", "m@1", "--flat"), "give --hash-bytes"),
         ((*CREATE, "--model", "m@1", "--lossy"), "it goes with recipes"),
         ((*CREATE, "--model", "m@1", "--rebuild", "tolerant"), "it goes with recipes"),
         (("ns", "create", "x", "--layers", "0", "--kv-heads", "1", "--head-dim", "8", "--model", "m@1"), "layers"),
@@ -150,6 +153,20 @@ def test_no_daemon_is_said_plainly_and_is_an_error(command: tuple[str, ...]) -> 
     assert done.returncode == 2
     assert "connection_lost" in done.stderr
     assert "127.0.0.1:1" in done.stderr
+
+
+def test_another_http_server_is_said_to_be_no_daemon() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # it answers everything with 501 and HTML
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            base = f"http://127.0.0.1:{server.server_port}"
+            done = run("leases", "--http", base)
+        finally:
+            server.shutdown()
+            serving.join()
+    assert done.returncode == 2
+    assert f"what answers at {base}/v1/leases?limit=20 is no control plane of kvstore: it says HTTP 501" in done.stderr
 
 
 def test_files_of_numpy(daemon: DaemonProcess, tmp_path: Path) -> None:

@@ -310,6 +310,7 @@ def test_the_command_line_shows_its_token(secured: DaemonProcess) -> None:
     refused = kvstore(secured, "status")
     assert refused.returncode == 2
     assert "unauthenticated" in refused.stderr
+    assert "`kvstore --token TOKEN" in refused.stderr
     assert kvstore(secured, "--token", ALICE_READS, "status").returncode == 0
     with client(secured, ALICE) as alice:
         alice.namespace("cli", "cli", SPEC)
