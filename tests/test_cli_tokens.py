@@ -1,12 +1,16 @@
 """Token ids and digests as the command line takes them from files."""
 
+import io
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvstore.cli import labels
 from kvstore.cli.labels import labels_of, parse_tokens
+from kvstore.cli.whole_pages import read_pages
 from kvstore.errors import BadRequest
 from kvstore.kvspec import Component, KVSpec
 
@@ -69,3 +73,39 @@ def test_an_array_that_is_no_digests(tmp_path: Path, array: "np.ndarray[Any, Any
     np.save(tmp_path / "d.npy", array)
     with pytest.raises(BadRequest, match=r"can't read digests from .*(not uint8 with one digest a row|there are none)"):
         labels_of(None, f"@{tmp_path / 'd.npy'}")
+
+
+class Endless(io.RawIOBase):
+    """What never ends, as /dev/zero."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        into[:] = b"1" * len(into)
+        return len(into)
+
+
+def test_what_does_not_end_is_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labels, "LONGEST", 1 << 20)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    np.save(tmp_path / "long.npy", np.zeros(1 << 20, np.uint8))
+    for source in ("-", "@/dev/zero", f"@{tmp_path / 'long.npy'}"):
+        for given in ((source, None), (None, source)):
+            with pytest.raises(BadRequest, match="it is longer than 1 MiB"):
+                labels_of(*given)
+    for path in ("-", "/dev/zero"):
+        with pytest.raises(BadRequest, match=f"there is more to read from {path} than the 100 bytes"):
+            read_pages(Path(path), 100)
+
+
+@pytest.mark.parametrize("what", ["names", "pages"])
+def test_pipes_are_read(what: str) -> None:
+    out, into = os.pipe()
+    os.write(into, TWO)
+    os.close(into)
+    try:
+        pipe = f"/dev/fd/{out}"
+        assert (bytes(labels_of(None, f"@{pipe}").of(SPEC)) if what == "names" else read_pages(Path(pipe), 32).tobytes()) == TWO
+    finally:
+        os.close(out)

@@ -4,10 +4,8 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
-import numpy.typing as npt
 import typer
 from rich.table import Table
 
@@ -29,13 +27,11 @@ from kvstore.cli.common import (
     size_text,
     table_console,
 )  # fmt: skip
-from kvstore.cli.labels import DigestsOption, MaybeTokensOption, labels_of, load_npy
-from kvstore.cli.lacks import lacks_text
-from kvstore.cli.whole_pages import all_parts, check_size, fetch
+from kvstore.cli.labels import DigestsOption, MaybeTokensOption, labels_of
+from kvstore.cli.lacks import gap_text, lacks_of, lacks_text, nothing_text
+from kvstore.cli.whole_pages import all_parts, check_size, fetch, read_pages
 from kvstore.errors import BadRequest, NotFound
-from kvstore.kvspec import KVSpec
 from kvstore_client.estimate import Costs, Estimate
-from kvstore_client.match import Lack
 
 
 def put(
@@ -69,9 +65,10 @@ def put(
         pages = len(labels) // width
         if not pages:
             raise BadRequest(f"{len(labels) // 4} tokens do not fill a page of {width // 4}")
-        content = _read(data)
-        if first_page < pages:
-            check_size(space.spec, pages - first_page, len(content))
+        if first_page >= pages:
+            raise BadRequest(f"--first-page is {first_page}, and what was given fills {counted(pages, 'page')}, counted from 0")
+        content = read_pages(data, (pages - first_page) * space.spec.page_bytes)
+        check_size(space.spec, pages - first_page, len(content))
         parts = all_parts(space.spec)
         started = time.perf_counter()
         done = space.put(
@@ -87,18 +84,6 @@ def put(
         typer.echo(f"{counted(done.new_pages, 'new page')}, {were}; {size_text(len(content))} in {seconds * 1000:.1f} ms")
 
 
-def _read(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, of an .npy file those of its array, or for - of standard input. Raises BadRequest."""
-    try:
-        if str(path) == "-":
-            return np.frombuffer(sys.stdin.buffer.read(), np.uint8)
-        if path.suffix == ".npy":
-            return np.frombuffer(np.ascontiguousarray(load_npy(path)).data.cast("B"), np.uint8)
-        return np.fromfile(path, np.uint8)
-    except (OSError, ValueError, TypeError) as error:
-        raise BadRequest(f"can't read {path}: {error}") from error
-
-
 @misses
 def get(
     namespace: NamespaceArgument,
@@ -111,21 +96,28 @@ def get(
 ) -> None:
     """Fetch the longest prefix that is in the store. Exit code 1 if nothing of it is there, 2 for an error.
 
+    Of a flat namespace that is the front of the list: it ends at the first digest that is not there.
+
     The bytes are page after page; of a hybrid model each page is those of its components, in order, that going on from the end of the
     prefix needs: windows and states of the last pages only.
     """
+    if as_json and str(out) == "-":
+        raise BadRequest("standard output can't be both the pages and --json: give --out a file")
     given = labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
-        with space.match(given.of(space.spec)) as match:
+        asked = given.tokens(space.spec)
+        with space.match(given.of(space.spec), boundaries=True) as match:
             if not match.pages:
-                raise NotFound(f"no page of this prefix is in {namespace}")
+                raise NotFound(nothing_text(namespace, space.spec, match))
             started = time.perf_counter()
             content = fetch(space, match, moving_s(timeout, match.pages * space.spec.page_bytes))
             seconds = time.perf_counter() - started
-            pages, matched = match.pages, match.tokens
+            pages, matched, gap = match.pages, match.tokens, gap_text(space.spec, match, asked)
     if str(out) == "-":
-        sys.stdout.buffer.write(content.tobytes())
+        sys.stdout.buffer.write(content.data)
+        if (whole := asked // space.spec.page_tokens) > pages:
+            typer.echo(f"{pages} of {counted(whole, 'page')}{gap}", err=True)
         return
     try:
         content.tofile(out)
@@ -134,8 +126,8 @@ def get(
     if as_json:
         print_json({"pages": pages, "tokens": matched, "bytes": len(content), "seconds": seconds})
     else:
-        of = f"{matched} of {given.tokens(space.spec)} tokens"
-        typer.echo(f"{counted(pages, 'page')} ({of}), {size_text(len(content))} in {seconds * 1000:.1f} ms")
+        of = f"{matched} of {asked} tokens"
+        typer.echo(f"{counted(pages, 'page')} ({of}), {size_text(len(content))} in {seconds * 1000:.1f} ms{gap}")
 
 
 @misses
@@ -162,20 +154,17 @@ def match(
         pages, matched, in_dram, asked = found.pages, found.tokens, found.dram_pages, given.tokens(space.spec)
     if as_json:
         told = {} if found.estimate is None else {"estimate": asdict(found.estimate)}
-        lacks = {"known_pages": found.known_pages, "lacks": [_lack(space.spec, lack) for lack in found.lacks]}
+        lacks = {"known_pages": found.known_pages, "lacks": lacks_of(space.spec, found)}
         print_json({"pages": pages, "tokens": matched, "asked_tokens": asked, "dram_pages": in_dram, **lacks, **told})
     else:
-        typer.echo(f"{matched} of {asked} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} only on SSD")
+        gap = gap_text(space.spec, found, asked)
+        typer.echo(f"{matched} of {asked} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} only on SSD{gap}")
         if found.lacks:
-            typer.echo(lacks_text(pages, found.known_pages, [_lack(space.spec, lack) for lack in found.lacks]))
+            typer.echo(lacks_text(pages, found.known_pages, lacks_of(space.spec, found)))
         if found.estimate is not None:
             _show(found.estimate, matched)
     if not pages:
         raise typer.Exit(1)
-
-
-def _lack(spec: KVSpec, lack: Lack) -> dict[str, Any]:
-    return {**asdict(lack), "kind": spec.components[lack.component].kind}
 
 
 def _show(estimate: Estimate, tokens: int) -> None:

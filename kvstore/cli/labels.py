@@ -1,10 +1,12 @@
 """What pages are named by on the command line: token ids, or digests where an engine gives nothing else."""
 
+import io
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -20,6 +22,8 @@ _TEXT = b"0123456789+-,[] \t\r\n"
 _HEX = b"0123456789abcdefABCDEF,[]\"' \t\r\n"
 """What lists of digests are written with. Of 16 random bytes all would be among these once in 10^14 times."""
 _SHOWN = 60
+LONGEST = 64 << 20
+"""Bytes that are read of what names pages, so that no input, which may never end, takes all memory."""
 
 TOKENS_HELP = "Token ids: 1,2,3 or @FILE (.npy, numbers as text, or raw uint32 little-endian), or - for numbers on standard input."
 DIGESTS_HELP = (
@@ -71,19 +75,20 @@ def parse_digests(text: str) -> Labels:
 
     try:
         if text == "-":
-            return _hex(sys.stdin.read())
+            return _hex(_bounded(sys.stdin.buffer).decode())
         if not text.startswith("@"):
             return _hex(text)
         path = Path(text[1:])
         if path.suffix == ".npy":
-            loaded = load_npy(path)
+            loaded = load_npy(path, _bounded)
             if loaded.ndim not in (1, 2) or loaded.dtype != np.uint8:
                 raise ValueError(f"a {loaded.ndim}-d array of {loaded.dtype}, not uint8 with one digest a row")
             if not loaded.size:
                 raise ValueError("there are none")
             rows = np.ascontiguousarray(loaded)
             return Labels(rows.data.cast("B"), True, tuple(map(bytes, rows)) if loaded.ndim == 2 else ())
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = _bounded(file)
         return Labels(memoryview(raw), True) if raw.translate(None, _HEX) else _hex(raw.decode())
     except (OSError, ValueError) as error:
         raise BadRequest(f"can't read digests from {text[:_SHOWN]!r}: {error}") from error
@@ -109,18 +114,17 @@ def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
 
     try:
         if text == "-":
-            return _numbers(sys.stdin.read())
+            return _numbers(_bounded(sys.stdin.buffer).decode())
         if text.startswith("@"):
             path = Path(text[1:])
-            if path.suffix == ".txt":
-                return _numbers(path.read_text())
             if path.suffix == ".npy":
-                loaded = load_npy(path)
+                loaded = load_npy(path, _bounded)
                 if loaded.ndim != 1 or loaded.dtype.kind not in "iu":
                     raise ValueError(f"a {loaded.ndim}-d array of {loaded.dtype}, not a 1-d array of integers")
                 return np.array(loaded.tolist(), np.uint32)
-            raw = path.read_bytes()
-            if not raw.translate(None, _TEXT):
+            with path.open("rb") as file:
+                raw = _bounded(file)
+            if path.suffix == ".txt" or not raw.translate(None, _TEXT):
                 return _numbers(raw.decode())
             if len(raw) % 4:
                 raise ValueError(f"{len(raw)} bytes are not a whole number of uint32")
@@ -130,13 +134,25 @@ def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
         raise BadRequest(f"can't read tokens from {text[:_SHOWN]!r}: {error}") from error
 
 
-def load_npy(path: Path) -> "npt.NDArray[Any]":
-    """The array in an .npy file. Raises ValueError, also for one of Python objects: only pickle could read it, which runs what is in it."""
+def _bounded(source: BinaryIO) -> bytes:
+    """What there is to read, if it is not too much. Raises ValueError."""
+    found = source.read(LONGEST + 1)
+    if len(found) > LONGEST:
+        raise ValueError(f"it is longer than {LONGEST >> 20} MiB: name fewer pages at once")
+    return found
+
+
+def load_npy(path: Path, read: Callable[[BinaryIO], bytes] | None = None) -> "npt.NDArray[Any]":
+    """The array in an .npy file, which `read` reads if it is given.
+
+    Raises ValueError, also for an array of Python objects: only pickle could read it, which runs what is in it.
+    """
     from numpy.lib import format as npy
 
     with path.open("rb") as file:
+        source = io.BytesIO(read(file)) if read else file
         try:
-            return npy.read_array(file, allow_pickle=False)
+            return npy.read_array(source, allow_pickle=False)
         except ValueError as error:
             if "Object arrays" not in str(error):
                 raise ValueError("it is not what numpy.save writes") from error

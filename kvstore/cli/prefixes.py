@@ -1,6 +1,6 @@
 """`kvstore prefetch`, `pin`, `unpin`, `abandon` and `delete`: what a daemon is told about prefixes."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +19,11 @@ from kvstore.cli.common import (
     print_json,
 )  # fmt: skip
 from kvstore.cli.labels import DigestsOption, MaybeTokensOption, labels_of
+from kvstore.cli.lacks import nothing_text
 from kvstore.errors import BadRequest, NotFound
+
+if TYPE_CHECKING:  # the SDK is imported when it connects
+    from kvstore_client.blocking import Namespace
 
 
 @misses
@@ -31,21 +35,36 @@ def prefetch(
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a prefix from SSD into DRAM, as far as there is room. Exit code 1 if nothing of it is there, 2 for an error."""
+    """Bring a prefix from SSD into DRAM, as far as there is room. Exit code 1 if nothing of it is there, 2 for an error.
+
+    Of a flat namespace it brings all pages of the list that are there.
+    """
     given = labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         ids = given.of(space.spec)
-        known = space.match(ids, lease_s=0)
-        blobs = space.prefetch(ids, timeout=moving_s(timeout, (known.pages - known.dram_pages) * space.spec.page_bytes))
-        found = space.match(ids, lease_s=0)
-        pages, in_dram = found.pages, found.dram_pages
-    if not pages:
-        raise NotFound(f"no page of this prefix is in {namespace}")
+        known, known_in_dram = _there(space, ids)
+        blobs = space.prefetch(ids, timeout=moving_s(timeout, (known - known_in_dram) * space.spec.page_bytes))
+        pages, in_dram = _there(space, ids)
+        if not pages:
+            raise NotFound(nothing_text(namespace, space.spec, space.match(ids, lease_s=0, boundaries=True), whole_list=True))
+        asked = given.tokens(space.spec) // space.spec.page_tokens
     if as_json:
         print_json({"pages": pages, "dram_pages": in_dram, "blobs": blobs})
     else:
-        typer.echo(f"{counted(blobs, 'blob')} brought up; {in_dram} of {counted(pages, 'page')} in DRAM")
+        gaps = f"; {asked - pages} of {asked} digests missing" if space.spec.flat and pages < asked else ""
+        typer.echo(f"{counted(blobs, 'blob')} brought up; {in_dram} of {counted(pages, 'page')} in DRAM{gaps}")
+
+
+def _there(space: "Namespace", ids: memoryview) -> tuple[int, int]:
+    """How many pages of a prefix can be used, or of a flat namespace's list are there, whatever lacks between; and how many are in DRAM."""
+    spec = space.spec
+    if spec.flat and len(spec.components) == 1:
+        found = space.match(ids, lease_s=0, holes=True)
+        return found.known_pages, found.dram_pages
+    step = spec.hash_bytes if spec.flat else max(len(ids), 1)  # with windows or states a list can't be asked about at once
+    each = [space.match(ids[at : at + step], lease_s=0) for at in range(0, len(ids), step)]
+    return sum(one.pages for one in each), sum(one.dram_pages for one in each)
 
 
 @misses

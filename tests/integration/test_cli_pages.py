@@ -51,11 +51,17 @@ def test_which_component_keeps_a_match_short_is_told(daemon: DaemonProcess) -> N
         assert found.lacks == (Lack(1, 3, 3, 4, 1), Lack(2, 2, 3, 4, 1))
         assert namespace.match(tokens[:8], lease_s=0, boundaries=True).lacks == ()
     text = ("-t", ",".join(map(str, range(16))))
-    window = "window (component 1) is missing on page 3, and alone would let 3 be used"
-    state = "state (component 2) is missing on page 3, and alone would let 2 be used"
+    window = "window (component 1) is missing on page 3, so at most 3 can be used"
+    state = "state (component 2) is missing on page 3, so at most 2 can be used"
     for command in ("match", "why"):
         shown = kvstore(daemon, command, "cli-short", *text).stdout
         assert f"4 pages are there, of which 2 can be used: {window}; {state}\n" in shown
+    with Client(daemon.endpoint) as client:
+        client.namespace("cli-short").put(np.arange(100, 104, dtype=np.uint32), bytes(FULL), parts=parts[:1])
+    for line in ("get cli-short -o - -t 100,101,102,103", "prefetch cli-short -t 100,101,102,103"):
+        done = kvstore(daemon, *line.split())
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "1 page is there, of which 0 can be used: window (component 1) is missing on page 0" in done.stderr
     lacks = as_json(kvstore(daemon, "match", "cli-short", *text, "--json"))["lacks"]
     assert [(lack["kind"], lack["first_page"], lack["missing_pages"]) for lack in lacks] == [("window", 3, 1), ("state", 3, 1)]
     why = as_json(kvstore(daemon, "why", "cli-short", *text, "--json"))
@@ -102,9 +108,44 @@ def test_a_flat_namespace_by_its_digests_in_hex(daemon: DaemonProcess, tmp_path:
     assert pin["pages"] == 3
     assert kvstore(daemon, "unpin", "cli-flat", pin["pin"]).returncode == 0
     assert as_json(kvstore(daemon, "prefetch", "cli-flat", *labels, "--json"))["pages"] == 3
+    said_of_gaps(daemon, tmp_path / "out", [one, two, three], page)
     assert as_json(kvstore(daemon, "abandon", "cli-flat", *labels, "--json"))["abandoned_pages"] == 3
     assert as_json(kvstore(daemon, "delete", "cli-flat", "--digests", one, "--json"))["deleted_pages"] == 1
     assert kvstore(daemon, "match", "cli-flat", "--digests", one).returncode == 1
+
+
+def said_of_gaps(daemon: DaemonProcess, out: Path, there: list[str], page: str) -> None:
+    """What is said where digests of a list are not there: only `prefetch` goes on after them."""
+    one, two, three = there
+    none = "00" * 16
+    for digests, pages in ((f"{none},{one}", "1 of 1 page"), (f"{one},{none},{three},{two}", "3 of 3 pages")):
+        done = kvstore(daemon, "prefetch", "cli-flat", "--digests", digests)
+        whole = digests.count(",") + 1
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == f"0 blobs brought up; {pages} in DRAM; 1 of {whole} digests missing\n"
+    done = kvstore(daemon, "prefetch", "cli-flat", "--digests", none)
+    assert (done.returncode, done.stderr) == (1, "kvstore: not_found: none of these digests is in cli-flat\n")
+    done = kvstore(daemon, "get", "cli-flat", "--digests", f"{none},{one}", "-o", str(out))
+    assert (done.returncode, "the first of these digests is not in cli-flat" in done.stderr) == (1, True)
+    short, ends = ("--digests", f"{one},{none},{three}"), "; it ends before digest 1 (from 0 on), the first that is not there\n"
+    assert kvstore(daemon, "match", "cli-flat", *short).stdout.endswith(ends)
+    assert "it ends before digest 0" in kvstore(daemon, "match", "cli-flat", "--digests", f"{none},{one}").stdout
+    assert kvstore(daemon, "get", "cli-flat", *short, "-o", str(out)).stdout.endswith(ends)
+    done = kvstore(daemon, "get", "cli-flat", *short, "-o", "-")
+    assert (done.returncode, done.stdout, done.stderr) == (0, page, f"1 of 3 pages{ends}")
+    assert kvstore(daemon, "get", "cli-flat", "--digests", one, "-o", "-").stderr == ""
+    done = kvstore(daemon, "get", "cli-flat", *short, "-o", "-", "--json")
+    assert (done.returncode, "standard output can't be both" in done.stderr) == (2, True)
+
+
+def test_a_flat_namespace_of_a_hybrid_model_is_brought_up_past_what_is_missing(daemon: DaemonProcess) -> None:
+    components = (Component("full", 1, 1, 8), Component("window", 1, 1, 8, window=4))
+    made(daemon, "cli-flat-hybrid", KVSpec(4, components, hash_bytes=16, flat=True))
+    one, none = "11" * 16, "00" * 16
+    done = kvstore(daemon, "put", "cli-flat-hybrid", "--digests", one, "-d", "-", "--json", stdin="z" * 256)
+    assert as_json(done)["new_pages"] == 1
+    found = as_json(kvstore(daemon, "prefetch", "cli-flat-hybrid", "--digests", f"{none},{one}", "--json"))
+    assert (found["pages"], found["dram_pages"]) == (1, 1)
 
 
 def test_digests_that_do_not_fit(daemon: DaemonProcess) -> None:
@@ -126,3 +167,7 @@ def test_tokens_on_one_line_and_data_on_standard_input(daemon: DaemonProcess) ->
     assert done.stdout.startswith("1 new page, 0 were there; 128 B"), done.stderr
     done = kvstore(daemon, "put", "cli-stdin", "-t", "1,2,3,4", "--data", "-", stdin="y" * 127)
     assert "the data has 127 bytes, not the 128 of a page" in done.stderr
+    done = kvstore(daemon, "put", "cli-stdin", "-t", "1,2,3,4", "--data", "-", stdin="y" * 129)
+    assert (done.returncode, "there is more to read from - than the 128 bytes of the pages" in done.stderr) == (2, True)
+    done = kvstore(daemon, "put", "cli-stdin", "-t", "1,2,3,4", "--first-page", "1", "--data", "-")
+    assert (done.returncode, "--first-page is 1, and what was given fills 1 page" in done.stderr) == (2, True)
