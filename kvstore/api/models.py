@@ -170,9 +170,9 @@ class MatchByNumbers(RequestModel):
     estimate: Annotated[EstimateBody | None, _ESTIMATE] = None
     rebuild_s: WaitS = 0
 
-    def token_bytes(self) -> bytes:
-        """The tokens as the tree takes them."""
-        return np.array(self.tokens, "<u4").tobytes()
+    def token_bytes(self, spec: KVSpec) -> bytes:
+        """The tokens as the tree takes them. Raises BadRequest."""
+        return from_numbers(self.tokens, spec)
 
 
 class MatchByBytes(RequestModel):
@@ -183,17 +183,29 @@ class MatchByBytes(RequestModel):
     estimate: Annotated[EstimateBody | None, _ESTIMATE] = None
     rebuild_s: WaitS = 0
 
-    def token_bytes(self) -> bytes:
-        """The tokens as the tree takes them. Raises BadRequest."""
-        return from_base64(self.tokens_base64)
+    def token_bytes(self, spec: KVSpec) -> bytes:
+        """The tokens, or digests, as the tree takes them. Raises BadRequest."""
+        return from_base64(self.tokens_base64, spec)
 
 
-def from_base64(text: str) -> bytes:
-    """Tokens from base64. Raises BadRequest."""
+def from_numbers(tokens: list[int], spec: KVSpec) -> bytes:
+    """Tokens from numbers. Raises BadRequest where pages are labelled with digests: there they would be taken for those."""
+    if spec.hash_bytes:
+        raise BadRequest(
+            f"this namespace is of digests of {spec.hash_bytes} bytes, not of tokens: give those as tokens_base64, one after the other"
+        )
+    return np.array(tokens, "<u4").tobytes()
+
+
+def from_base64(text: str, spec: KVSpec) -> bytes:
+    """Tokens, or whole digests, from base64. Raises BadRequest."""
     try:
-        return base64.b64decode(text, validate=True)
+        labels = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadRequest(f"tokens_base64 is not base64: {error}") from error
+    if spec.hash_bytes and len(labels) % spec.hash_bytes:
+        raise BadRequest(f"tokens_base64 is {len(labels)} bytes, and this namespace is of digests of {spec.hash_bytes}: give whole ones")
+    return labels
 
 
 def _which(body: object) -> str | None:

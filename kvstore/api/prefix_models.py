@@ -2,12 +2,12 @@
 
 from typing import Annotated, ClassVar, Literal, Self
 
-import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvstore.api.models import BASE64_PATTERN, WHOLE, LackNow, PinId, ReplyModel, RequestModel, from_base64
+from kvstore.api.models import BASE64_PATTERN, WHOLE, LackNow, PinId, ReplyModel, RequestModel, from_base64, from_numbers
 from kvstore.hints import MAX_SESSION_BYTES
+from kvstore.kvspec import KVSpec
 from kvstore.store.matching.leases import MAX_PIN_S
 
 
@@ -36,11 +36,11 @@ class PrefixBody(RequestModel):
             raise PydanticCustomError("prefix", "give one of {names}", {"names": ", ".join(self.one_of)})
         return self
 
-    def token_bytes(self) -> bytes:
-        """The tokens as the tree takes them. Raises BadRequest."""
+    def token_bytes(self, spec: KVSpec) -> bytes:
+        """The tokens, or digests, as the tree takes them. Raises BadRequest."""
         if "tokens" in self.model_fields_set:
-            return np.array(self.tokens, "<u4").tobytes()
-        return from_base64(self.tokens_base64)
+            return from_numbers(self.tokens, spec)
+        return from_base64(self.tokens_base64, spec)
 
 
 class PrefetchBody(PrefixBody):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_client import AsyncClient, BadRequest, Client, Ended, Hints, NotFound, Turn
+from kvstore_client import AsyncClient, BadRequest, Client, Ended, Hints, KVSpec, NotFound, Turn
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, Tokens, content, context, open_namespace
@@ -85,6 +85,26 @@ def test_over_http(namespace: Namespace, tokens: Tokens, post: Callable[..., tup
 )
 def test_bad_bodies(daemon: DaemonProcess, namespace: Namespace, name: str, body: dict[str, Any], status: int) -> None:
     assert problem(ask(f"{daemon.http}/v1/namespaces/pages/{name}", "POST", body)) == (status, "bad_request")
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_digests_over_http_are_whole_and_no_numbers(daemon: DaemonProcess, flat: bool) -> None:
+    spec = KVSpec(SPEC.page_tokens, SPEC.components, hash_bytes=16, flat=flat)
+    digest = next(_seeds).to_bytes(16, "big")
+    with Client(daemon.endpoint) as client:
+        space = client.namespace(f"digests-{flat}", "rev-1", spec)
+        space.put([digest], bytes(spec.page_bytes))
+        for name in ("match", "prefetch", "why", "pin", "abandon", "delete"):
+            more = {"ttl_s": 1} if name == "pin" else {}
+            for given, words in (
+                ({"tokens": [1, 2, 3, 4]}, "of digests of 16 bytes, not of tokens: give those as tokens_base64"),
+                ({"tokens_base64": base64.b64encode(digest + b"more").decode()}, "tokens_base64 is 20 bytes"),
+            ):
+                answer = ask(f"{daemon.http}/v1/namespaces/{space.id}/{name}", "POST", given | more)
+                assert problem(answer) == (400, "bad_request")
+                assert words in json.loads(answer[2])["detail"]
+        whole = {"tokens_base64": base64.b64encode(digest).decode()}
+        assert json.loads(ask(f"{daemon.http}/v1/namespaces/{space.id}/match", "POST", whole)[2])["pages"] == 1
 
 
 def test_who_only_reads_may_prefetch_and_no_more(tmp_path: Path) -> None:

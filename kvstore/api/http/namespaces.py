@@ -91,7 +91,7 @@ class NamespaceRoutes:
     async def _match(self, request: web.Request) -> web.Response:
         body = (await body_of(request, MatchBody)).root
         space, store = self._service.space(request), self._service.store
-        tokens = body.token_bytes()
+        tokens = body.token_bytes(space.spec)
         if body.rebuild_s and space.text is not None and not space.loading:
             await store.rebuilding.bring(space, tokens, {}, body.rebuild_s)
         rebuildable = await store.rebuildable_pages(space, tokens, {})

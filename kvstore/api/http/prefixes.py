@@ -54,14 +54,14 @@ class PrefixRoutes:
         body, space = await body_of(request, PrefetchBody), self._service.space(request)
         prefixes, rebuilding, why_not = self._service.store.prefixes, None, None
         if body.rebuild:
-            rebuilding, why_not = await self._service.store.rebuilding.ahead(space, body.token_bytes(), {}, body.within_s)
-        pages, blobs, nbytes = await prefixes.prefetch(space, body.token_bytes(), {}, body.first_page, body.last_page)
+            rebuilding, why_not = await self._service.store.rebuilding.ahead(space, body.token_bytes(space.spec), {}, body.within_s)
+        pages, blobs, nbytes = await prefixes.prefetch(space, body.token_bytes(space.spec), {}, body.first_page, body.last_page)
         return reply(Prefetched(pages=pages, blobs=blobs, nbytes=nbytes, rebuilding_pages=rebuilding, why_not=why_not))
 
     async def _why(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, WhyBody), self._service.space(request)
         await self._service.store.replacement.catch_up()
-        told = self._service.store.why(space, body.token_bytes(), {}, body.first_page, body.last_page)
+        told = self._service.store.why(space, body.token_bytes(space.spec), {}, body.first_page, body.last_page)
         found = [
             PageWhy(
                 page=one.page, in_dram=one.in_dram, on_ssd=one.on_ssd, leased=one.leased, gone=one.gone, rank=one.rank,
@@ -79,7 +79,7 @@ class PrefixRoutes:
 
     async def _pin(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, PinBody), self._service.space(request)
-        pin = self._service.store.prefixes.pin(space, body.token_bytes(), {}, body.ttl_s)
+        pin = self._service.store.prefixes.pin(space, body.token_bytes(space.spec), {}, body.ttl_s)
         return reply(Pinned(pin=str(pin.id), pages=pin.pages, ttl_s=body.ttl_s))
 
     async def _unpin(self, request: web.Request) -> web.Response:
@@ -91,7 +91,7 @@ class PrefixRoutes:
         body, space = await body_of(request, AbandonBody), self._service.space(request)
         prefixes = self._service.store.prefixes
         if not body.session:
-            pages = prefixes.abandon(space, body.token_bytes(), {}, space.spec.first_page(from_token=body.from_token))
+            pages = prefixes.abandon(space, body.token_bytes(space.spec), {}, space.spec.first_page(from_token=body.from_token))
         elif body.from_token:
             raise BadRequest("from_token goes with a prefix, not with a session")
         else:
@@ -101,7 +101,7 @@ class PrefixRoutes:
     async def _delete(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, DeleteBody), self._service.space(request)
         first = space.spec.first_page(from_token=body.from_token)
-        return reply(Affected(pages=await self._service.store.prefixes.delete(space, body.token_bytes(), {}, first)))
+        return reply(Affected(pages=await self._service.store.prefixes.delete(space, body.token_bytes(space.spec), {}, first)))
 
 
 def _route(

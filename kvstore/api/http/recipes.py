@@ -67,13 +67,13 @@ class RecipeRoutes:
         recipes = self._service.store.recipes
         if "all" in body.model_fields_set:
             return reply(DeletedRecipes(recipes=await recipes.delete_all(space)))
-        key = await recipes.key_at(space, body.token_bytes(), {}, space.spec.first_page(from_token=body.from_token))
+        key = await recipes.key_at(space, body.token_bytes(space.spec), {}, space.spec.first_page(from_token=body.from_token))
         return reply(DeletedRecipes(recipes=0 if key is None else await recipes.delete(space, key)))
 
     async def _drop(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, DropBody), self._service.space(request)
         first = space.spec.first_page(from_token=body.from_token)
-        return reply(Affected(pages=await self._service.store.prefixes.drop_to_text(space, body.token_bytes(), {}, first)))
+        return reply(Affected(pages=await self._service.store.prefixes.drop_to_text(space, body.token_bytes(space.spec), {}, first)))
 
     async def _state(self, request: web.Request) -> web.Response:
         space, rebuilding = self._service.space(request), self._service.store.rebuilding
@@ -88,7 +88,7 @@ class RecipeRoutes:
 
     async def _rebuild(self, request: web.Request) -> web.Response:
         body, space = await body_of(request, RebuildBody), self._service.space(request)
-        rebuilding, tokens = self._service.store.rebuilding, body.token_bytes()
+        rebuilding, tokens = self._service.store.rebuilding, body.token_bytes(space.spec)
         if body.check:
             done = await rebuilding.check(space, tokens, {}, space.spec.first_page(from_token=body.from_token), body.wait_s)
         else:
