@@ -109,7 +109,10 @@ class Sessions:
         """
         limit = self._store.quotas.of(tenant).connections
         if limit is not None and self._connections[tenant] >= limit:
-            raise Busy(f"this tenant has {limit} connections open, as many as its quota allows", retry_after_ms=_RETRY_MS)
+            raise Busy(
+                f"the quota of {limit} connections (`connections` of {tenant}) is full: close clients that are not needed",
+                retry_after_ms=_RETRY_MS,
+            )
         if session_id:
             session = self._by_id.get(session_id)
             if session is None or session.tenant != tenant:

@@ -11,7 +11,8 @@ from kvstore.errors import DataDirError
 
 FORMAT = 1
 """Version of everything on disk. A daemon opens its own format only; a new one comes with a written migration."""
-
+BLOBS = "blobs"
+"""The folder of the SSD tier in it."""
 
 _LOADING = "loading"
 _ID_BYTES = 16
@@ -27,7 +28,7 @@ class DataDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.journal = path / "journal"
-        self.blobs = path / "blobs"
+        self.blobs = path / BLOBS
         self.recipes = path / "recipes"
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -117,6 +117,6 @@ class SsdBudget:
             quota = named(tenant, "ssd", limit)
             if nbytes > limit:
                 return NoSpace(f"{nbytes} bytes to be written at once are over {quota}: put fewer pages at once")
-            return NoSpace(f"{quota} is full, and what is there is leased or retained")
+            return NoSpace(f"{quota} is full, and what is there is leased, retained, or of puts under way")
         self._admitted[tenant] += nbytes
         return None

@@ -28,7 +28,7 @@ from kvstore.store.expiry import Expiry
 from kvstore.store.figures import Figures
 from kvstore.store.files import Files
 from kvstore.store.matching.cut import Ask
-from kvstore.store.matching.leases import MAX_PIN_S, Lease, Leases
+from kvstore.store.matching.leases import Lease, Leases
 from kvstore.store.matching.matching import Match, Matching
 from kvstore.store.matching.rates import Rates
 from kvstore.store.namespaces import Namespaces
@@ -82,7 +82,7 @@ class Store:
         self.stuck = False
         """Whether a read or a write did not end when the store was closed; then a thread is left that only the end of the process ends."""
         self.leases = Leases(config.lease_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
-        self.pins = Leases(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2, MAX_PIN_S, word="pin", ended="unpinned")
+        self.pins = Leases.of_pins(config.pin_bytes or (config.dram_bytes + config.ssd_bytes) // 2)
         self._clock = clock or Clock()
         self.uses = Uses(self._clock.now, self.stats)
         policies = make_policies(config.policy, config.dram_bytes // _PAGE, config.ssd_bytes // _PAGE, config.ssd_loss)

@@ -173,7 +173,10 @@ def test_connections(limited: DaemonProcess) -> None:
     with RawClient(limited.endpoint, token=ALICE) as first, ExitStack() as more:
         for _ in range(CONNECTIONS - 2):
             more.enter_context(RawClient(limited.endpoint, token=ALICE, session=first.session))
-        with Client(limited.endpoint, token=ALICE, connections=1), pytest.raises(Busy, match="connections"):
+        with (
+            Client(limited.endpoint, token=ALICE, connections=1),
+            pytest.raises(Busy, match=rf"quota of {CONNECTIONS} connections \(`connections` of alice\)"),
+        ):
             Client(limited.endpoint, token=ALICE, connections=1)
         with RawClient(limited.endpoint, hello=False) as refused:
             for _ in range(CONNECTIONS):  # whoever was refused does not count

@@ -59,7 +59,7 @@ async def test_ssd_that_is_retained_and_a_put_that_is_larger_than_the_quota(tmp_
         ):
             await put(store, hers, tuple(range(18)), b"v" * 16, Ack.DURABLE)
         assert store.figures.puts_open == 0
-        full = rf"the quota of {SSD} bytes on SSD \(`ssd` of alice\) is full, and what is there is leased or retained"
+        full = rf"the quota of {SSD} bytes on SSD \(`ssd` of alice\) is full, and what is there is leased, retained, or of puts under way"
         with pytest.raises(NoSpace, match=full):  # noqa: PT012 - until it is full
             for number in range(50):
                 await put(store, hers, (number,), b"v" * 16, Ack.DURABLE)

@@ -17,7 +17,7 @@ async def test_pins_of_one_tenant_leave_those_of_another_alone(tmp_path: Path) -
         for space in spaces:
             await put(store, space, (1, 2, 3), bytes(16))
         hers = store.prefixes.pin(alice, tokens_of((1, 2)), {}, 60)
-        with pytest.raises(Busy, match=r"pins on .* some must be unpinned first"):
+        with pytest.raises(Busy, match=r"pins on .* of `max_pinned`: some must be unpinned first"):
             store.prefixes.pin(alice, tokens_of((1,)), {}, 60)
         his = store.prefixes.pin(bob, tokens_of((1, 2)), {}, 60)
         for space, pin in ((bob, hers), (alice, his)):

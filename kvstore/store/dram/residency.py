@@ -247,7 +247,7 @@ class Residency:
             self._held_up.pop(tenant, None)
         else:
             why = state.error().message if not state.ok else self._why_refused.get(tenant or "", "SSD has no room for it")
-            self._held_up[tenant] = f"what is there may not be discarded, and {why}"
+            self._held_up[tenant] = f"what is there may not be discarded, or is of puts under way, and {why}"
         return freed
 
     async def _reclaim_once(self, wanted: int, tenant: str | None, refusing: set[int]) -> int:

@@ -53,11 +53,14 @@ class Lease:
 class Leases:
     """All leases of one kind. `max_bytes` bounds what one owner holds, `max_s` how long a lease lasts from its last renewal.
 
-    `word` and `ended` are what its owners call one, and the end of one.
+    `word` and `ended` are what its owners call one, and the end of one; `setting` is what bounds its bytes.
     """
 
-    def __init__(self, max_bytes: int, max_s: float = MAX_LEASE_S, *, word: str = "lease", ended: str = "released") -> None:
+    def __init__(
+        self, max_bytes: int, max_s: float = MAX_LEASE_S, *, word: str = "lease", ended: str = "released", setting: str = "max_leased"
+    ) -> None:
         self._word = word
+        self._setting = setting
         self._ended = ended
         self._max_bytes = max_bytes
         self._max_s = max_s
@@ -67,6 +70,11 @@ class Leases:
         self._left: deque[Lease] = deque()
         """Nobody's any more; what is left of their boundaries is still pinned."""
         self._some_ended = asyncio.Event()
+
+    @classmethod
+    def of_pins(cls, max_bytes: int) -> "Leases":
+        """All pins."""
+        return cls(max_bytes, MAX_PIN_S, word="pin", ended="unpinned", setting="max_pinned")
 
     def __len__(self) -> int:
         return sum(len(mine) for mine in self._of.values())
@@ -83,8 +91,8 @@ class Leases:
         held, wanted = self._bytes.get(owner, 0), pages * space.spec.page_bytes
         if held + wanted > self._max_bytes:
             raise Busy(
-                f"{self._word}s on {held} bytes are held already, and {wanted} more would be over the limit of {self._max_bytes}: "
-                f"some must be {self._ended} first",
+                f"{self._word}s on {held} bytes are held already, each counted by itself, and {wanted} more would be over the "
+                f"{self._max_bytes} of `{self._setting}`: some must be {self._ended} first",
                 retry_after_ms=1000,
             )
         if len(self._of.get(owner, ())) >= MAX_LEASES:
@@ -119,7 +127,7 @@ class Leases:
     def check_time(self, ttl_s: float, name: str = "lease_s") -> None:
         """Raise BadRequest, naming the argument, unless a lease may last so long."""
         if not 0 < ttl_s <= self._max_s:
-            raise BadRequest(f"{name} is {ttl_s:g}: it is more than 0 and up to {self._max_s:.0f} (seconds)")
+            raise BadRequest(f"{name} is {ttl_s:.10g}: it is more than 0 and up to {self._max_s:.0f} (seconds)")
 
     def release(self, lease: Lease) -> None:
         """End a lease."""

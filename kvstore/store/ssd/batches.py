@@ -161,7 +161,9 @@ class Batches:
         for space in spaces:
             space.clear_wanted()
         if missing > 0:
-            return NoSpace("the SSD tier is full, and what is there is leased, or durable and kept for retention_s of its namespace")
+            return NoSpace(
+                "the SSD tier is full, and what is there is leased, of puts under way, or durable and kept for retention_s of its namespace"
+            )
         return None
 
     def put_back(self, batch: Batch) -> None:
