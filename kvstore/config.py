@@ -4,6 +4,7 @@ import difflib
 import ipaddress
 import os
 import re
+import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,7 +74,7 @@ class Config(BaseModel):
         None, ge=0, description="most bytes of DRAM made before they are needed; an eighth of it, at most 1 GiB, if not given"
     )
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
-    extent: int = Field(DEFAULT_EXTENT_BYTES, ge=2032, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
+    extent: int = Field(DEFAULT_EXTENT_BYTES, ge=4080, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
     policy: str = Field("classifier", description=f"which pages leave a tier first: {', '.join(NAMES)}")
     ssd_admission: Literal["classifier", "all"] = Field(
         "classifier", description="which pages that leave DRAM are written: `all`, or by `policy`"
@@ -139,6 +140,9 @@ class Config(BaseModel):
             if endpoint := getattr(self, name):
                 check_endpoint(name, endpoint, insecure=self.events_insecure)
         check_topic(self.events_topic)
+        _check_host("host", self.host)
+        for host, _ in self.more_addresses():
+            _check_host("listen", host)
         if not (self.loopback or self.guarded or self.insecure):
             where = ", ".join((self.host, *self.listen))
             raise ValueError(
@@ -221,6 +225,14 @@ def _address(text: str, port: int) -> tuple[str, int]:
     return host, int(given)
 
 
+def _check_host(setting: str, host: str) -> None:
+    """Raise ValueError if it is neither an address nor a name of one. Asks for that of names only."""
+    try:
+        socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{setting}: {host!r} is no address, and no name of one: {error}") from None
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.split("%")[0]).is_loopback
@@ -243,7 +255,9 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None, environment:
     try:
         return Config(**merged)
     except ValidationError as error:
-        raise BadRequest("the configuration is not valid: " + "; ".join(explain(error, secret="tokens" in merged))) from error
+        seconds = [name for name, field in Config.model_fields.items() if (field.description or "").startswith("seconds")]
+        wrong = explain(error, secret="tokens" in merged, seconds=seconds)
+        raise BadRequest("the configuration is not valid: " + "; ".join(wrong)) from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -228,7 +228,8 @@ def readable(data: Any, name: str = "data") -> memoryview:
     try:
         view = memoryview(data)
     except (TypeError, ValueError):
-        raise wrong(name, data, "a buffer, such as a numpy array or bytes") from None
+        own = ": give its `array`" if hasattr(getattr(data, "array", None), "__array__") else ""  # a SharedBuffer
+        raise wrong(name, data, f"a buffer, such as a numpy array or bytes{own}") from None
     _no_objects(view, name)
     if not view.c_contiguous:
         raise BadArgument(f"the bytes of {name} do not lie one after the other (an array of strides): give numpy.ascontiguousarray of it")

@@ -49,7 +49,7 @@ class PrefixCalls:
 
     @checked()
     async def pin(self, tokens: Tokens, ttl_s: float, *, extras: Extras | None = None, timeout: float | None = None) -> tuple[int, int]:
-        """Keep the longest usable prefix from being evicted for `ttl_s` seconds, even after this client is gone.
+        """Keep the longest usable prefix from being evicted for `ttl_s` seconds (30 days at most), even after this client is gone.
 
         Returns a number for `unpin`, and the pages pinned. A restart of the daemon ends it. Of a flat namespace it pins what is there of
         a list of up to 256 pages. If the call fails, or is cancelled, a pin that was made all the same is ended, if the daemon can be told

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import ValidationError
@@ -26,15 +27,15 @@ _LIMITS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le"
 _LENGTHS = {"min_length": "at least {}", "max_length": "at most {}"}
 
 
-def explain(error: ValidationError, *, secret: bool = False, tagged: bool = False) -> list[str]:
-    """A sentence for each thing that is wrong. `secret` leaves the values out.
+def explain(error: ValidationError, *, secret: bool = False, tagged: bool = False, seconds: Collection[str] = ()) -> list[str]:
+    """A sentence for each thing that is wrong. `secret` leaves the values out. `seconds` are the fields that are times.
 
     `tagged` says that the model is one of several, told apart by a tag: pydantic puts that before the names of the fields.
     """
-    return [_sentence(one, secret=secret, skip=int(tagged)) for one in error.errors(include_url=False, include_input=not secret)]
+    return [_sentence(one, seconds, secret=secret, skip=int(tagged)) for one in error.errors(include_url=False, include_input=not secret)]
 
 
-def _sentence(error: Any, *, secret: bool, skip: int) -> str:
+def _sentence(error: Any, seconds: Collection[str], *, secret: bool, skip: int) -> str:
     kind, context = error["type"], error.get("ctx", {})
     field = ".".join(str(part) for part in error["loc"][skip:])
     named = field or "the body"
@@ -50,7 +51,7 @@ def _sentence(error: Any, *, secret: bool, skip: int) -> str:
     there = f"{named} is wrong: it must be" if secret or "input" not in error else f"{named} is {_shown(error['input'])}, not"
     for name, words in _LIMITS.items():
         if name in context:
-            return f"{there} {words.format(f'{context[name]:g}' if isinstance(context[name], float) else context[name])}"
+            return f"{there} {words.format(_number(context[name]))}"
     for name, words in _LENGTHS.items():
         if name in context:
             text = kind.startswith("string") or context.get("field_type") == "Value"  # a secret is no list
@@ -65,7 +66,13 @@ def _sentence(error: Any, *, secret: bool, skip: int) -> str:
             return f"{there} one of {choice[1].replace('|', ', ')}"
         return f"{there} of the form {context['pattern']}"
     wanted = _WANTED.get(kind.partition("_")[0])
+    if field in seconds and wanted == _WANTED["float"]:
+        wanted = "a number of seconds, without a unit"
     return f"{there} {wanted}" if wanted is not None else f"{named}: {error['msg']}"
+
+
+def _number(limit: Any) -> str:
+    return f"{limit:.10g}" if isinstance(limit, float) else str(limit)
 
 
 def _shown(value: object) -> str:

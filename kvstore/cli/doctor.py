@@ -32,7 +32,8 @@ def doctor(
 
     settings = load_config({"data_dir": data_dir, "dram": dram, "ssd": ssd}, config)
     sizes = settings.store_config()
-    facts = read_facts(Setup(settings.data_dir, sizes.dram_bytes, sizes.ssd_bytes, settings.segment, settings.max_connections))
+    setup = Setup(settings.data_dir, sizes.dram_bytes, sizes.ssd_bytes, settings.segment, settings.max_connections, extent=settings.extent)
+    facts = read_facts(setup)
     if measure:
         folder = existing(settings.data_dir)
         try:

@@ -205,6 +205,15 @@ def disk_space(facts: Facts) -> Finding:
     )  # fmt: skip
 
 
+def extents(facts: Facts) -> Finding:
+    """What is on SSD has extents of one size."""
+    return Finding(
+        "extents", "bad" if facts.other_extents else "ok", f"{facts.setup.extent} bytes",
+        facts.other_extents or "fixed as long as there is something on SSD: a daemon with another `extent` does not start",
+        "the `extent` that it was made with (KVSTORE_EXTENT, or the configuration file)" if facts.other_extents else "",
+    )  # fmt: skip
+
+
 def disk_writes(facts: Facts) -> Finding | None:
     """Demotion is sequential writing."""
     if facts.disk is None:
@@ -308,5 +317,5 @@ def python(facts: Facts) -> Finding:
 
 CHECKS: tuple[Check, ...] = (
     descriptors, maps, address_space, overcommit, locked_memory, core_dumps, memory, swap, shmem_huge_pages, anonymous_huge_pages,
-    filesystem, disk_space, disk_writes, disk_sync, disk_reads, loopback, cpus, load, clock, kernel, python,
+    filesystem, disk_space, extents, disk_writes, disk_sync, disk_reads, loopback, cpus, load, clock, kernel, python,
 )  # fmt: skip

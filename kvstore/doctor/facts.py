@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.doctor.probes import DiskSpeed
+from kvstore.errors import DataDirError
 from kvstore.machine import Disk, Memory, existing, read_disk, read_memory
+from kvstore.store.datadir import BLOBS
+from kvstore.tiers.extents import check_unopened
+from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 _CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -26,6 +30,7 @@ class Setup:
     max_connections: int
     namespaces: int = 100
     """How many namespaces to reckon with."""
+    extent: int = DEFAULT_EXTENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class Facts:
     disk: DiskSpeed | None = None
     loopback: float | None = None
     """Bytes a second."""
+    other_extents: str = ""
+    """What keeps a daemon with this `extent` from starting, if it is that."""
 
 
 def read_facts(setup: Setup) -> Facts:
@@ -64,10 +71,11 @@ def read_facts(setup: Setup) -> Facts:
     there = existing(setup.data_dir)
     mount, filesystem = _mount_of(there)
     release = platform.release().split("-")[0].split(".")
+    running = _is_locked(setup.data_dir / "lock")
     return Facts(
         setup=setup,
         memory=read_memory(),
-        daemon_running=_is_locked(setup.data_dir / "lock"),
+        daemon_running=running,
         descriptors=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         address_space=_limit(resource.RLIMIT_AS),
@@ -86,7 +94,16 @@ def read_facts(setup: Setup) -> Facts:
         kernel=(int(release[0]), int(release[1])),
         python=platform.python_version(),
         debug=sys.flags.dev_mode or bool(os.environ.get("PYTHONASYNCIODEBUG")) or hasattr(sys, "gettotalrefcount"),
+        other_extents="" if running else _other_extents(setup),
     )
+
+
+def _other_extents(setup: Setup) -> str:
+    try:
+        check_unopened(setup.data_dir / BLOBS, setup.extent)
+    except DataDirError as error:
+        return error.message
+    return ""
 
 
 def _limit(which: int) -> int | None:

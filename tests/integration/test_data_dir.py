@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.doctor import Setup, read_facts
+from kvstore.doctor.checks import extents
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, fetch_checked, open_namespace
@@ -55,6 +57,10 @@ def test_another_extent_is_refused_while_there_are_extents(data_dir: Path) -> No
     assert refused.wait_exit(20) == 2
     assert "has extents of 4080 bytes, which is fixed as long as there is something in it, and `extent` is 69616" in refused.lines[-1]
     assert "set extent = 4080" in refused.lines[-1]
+    for extent, verdict in ((69616, "bad"), (4080, "ok")):
+        setup = Setup(data_dir, 4 << 20, 16 << 20, 1 << 20, 100, extent=extent)
+        finding = extents(read_facts(setup))
+        assert (finding.verdict, "set extent = 4080" in finding.why) == (verdict, verdict == "bad")
     with DaemonProcess(data_dir, *sizes, environment=small) as daemon, Client(daemon.endpoint) as client:
         assert fetch_checked(open_namespace(client), context(1)) == 4
         open_namespace(client).drop()

@@ -107,6 +107,16 @@ def test_digests_over_http_are_whole_and_no_numbers(daemon: DaemonProcess, flat:
         assert json.loads(ask(f"{daemon.http}/v1/namespaces/{space.id}/match", "POST", whole)[2])["pages"] == 1
 
 
+def test_how_long_a_pin_lasts_is_said_alike(daemon: DaemonProcess, namespace: Namespace, tokens: Tokens) -> None:
+    answer = ask(f"{daemon.http}/v1/namespaces/pages/pin", "POST", {"tokens": tokens.tolist(), "ttl_s": 2_592_001})
+    assert "ttl_s is 2592001, not at most 2592000" in json.loads(answer[2])["detail"]
+    with pytest.raises(BadRequest, match=r"ttl_s is 2592001: it is more than 0 and up to 2592000 \(seconds\)"):
+        namespace.pin(tokens, 2_592_001)
+    refused = kvstore(daemon, "pin", "pages", "--tokens", "1,2,3,4", "--ttl", "2592001")
+    assert refused.returncode == 2
+    assert "--ttl is 2592001: give the seconds that it lasts, more than 0 and up to 2592000" in refused.stderr
+
+
 def test_who_only_reads_may_prefetch_and_no_more(tmp_path: Path) -> None:
     with DaemonProcess(tmp_path / "data", "--tokens-file", str(write_tokens(tmp_path / "tokens.toml")), "--dram", "16MiB") as daemon:
         with Client(daemon.endpoint, token=ALICE) as client:

@@ -47,6 +47,7 @@ WRONG: list[tuple[str, Callable[[Namespace], object]]] = [
     ("parts is 'yes', not True or False", lambda n: n.match(context(1), parts="yes")),  # type: ignore[arg-type]
     ("base is 5, not a Match", lambda n: n.match(context(1), base=5)),  # type: ignore[arg-type]
     ("parts is PartRange.*not a tuple of PartRange", lambda n: n.put(context(1), b"", parts=n.spec.whole())),  # type: ignore[arg-type]
+    ("not a buffer, such as a numpy array or bytes: give its `array`", lambda n: n.put(context(1), n._client.buffer(8))),
     ("data is None, not a buffer", lambda n: n.put(context(1), None)),
     ("data is a list|data is \\[", lambda n: n.put(context(1), [1, 2])),
     ("numpy.ascontiguousarray", lambda n: n.put(context(1), np.zeros((64, 64), np.uint8)[:, ::2])),
