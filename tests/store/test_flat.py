@@ -255,7 +255,7 @@ async def test_only_a_lost_page_leaves_its_leases_and_pins(tmp_path: Path) -> No
         with pytest.raises(NotFound):
             prefixes.unpin(space, alone.id)
         more = prefixes.pin(space, *labels(pages_of(1, 3, 4)), 60)
-        with pytest.raises(Busy, match="over the limit"):
+        with pytest.raises(Busy, match="`max_pinned`"):
             prefixes.pin(space, *labels(pages_of(1)), 60)
         prefixes.unpin(space, more.id)
         for number in (1, 3, 4):
