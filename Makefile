@@ -33,7 +33,7 @@ crash: $(DEV_STAMP) ## Kill the daemon 200 times under load; what was acknowledg
 cuts: $(DEV_STAMP) ## Cut every kind of request at every byte
 	KVSTORE_TEST_CUTS=all $(BIN)/python -m pytest tests/faults/test_cut_frames.py --timeout 3600 $(ARGS)
 
-flips: $(DEV_STAMP) ## Flip bits in the three LMDB files of a stopped daemon, 300 times
+flips: $(DEV_STAMP) ## Flip bits in the files of a stopped daemon, 300 times
 	KVSTORE_TEST_FLIPS=300 $(BIN)/python -m pytest tests/faults/test_flips.py --timeout 3600 $(ARGS)
 
 fuzz: $(DEV_STAMP) ## Feed a million random inputs to the decoders and to a live daemon

@@ -35,14 +35,15 @@ import numpy.typing as npt
 from bench.report import Report, arguments
 from bench.striped_fetch import GIB, MIB, PAGE_TOKENS, blob_spec
 from kvstore.digests import DIGEST_BYTES
-from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES, BlobFile
+from kvstore.store.datadir import BLOBS
+from kvstore.tiers.ssd import BlobFile, extents_beside
 from kvstore_client import AsyncClient, Match, Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 
 READERS = 4
 """The daemon's default `reader_threads`."""
-BLOCK = DEFAULT_EXTENT_BYTES + 16
-"""An extent with its header: whole pages of the file."""
+BLOCK = 64 << 10
+"""Of fio's reads."""
 CASES = ("after_start", "after_start_prefix", "running", "running_prefix")
 """As in the names of what is measured."""
 _SIZE = 16 * MIB
@@ -144,7 +145,7 @@ class _Repetitions:
         self._blobs = blobs
         self._folder = folder
         self._fio = fio
-        self._file = max(folder.rglob("data.mdb"), key=lambda path: path.stat().st_size)
+        self._file = extents_beside(folder / "data" / BLOBS)
 
     def once(self, repetition: int) -> None:
         """Both cases and what is beside them."""
@@ -201,7 +202,7 @@ class _Repetitions:
         spec, took = blob_spec(_SIZE), 0.0
         layout = spec.slice_layout(spec.whole())
         target = memoryview(bytearray(b"\1" * (_SIZE + DIGEST_BYTES * layout.count)))
-        file = BlobFile.readonly(self._file.parent)
+        file = BlobFile.readonly(self._folder / "data" / BLOBS)
         try:
             (number,) = file.namespace_numbers()
             blobs = [blob for blob, _ in file.stored_blobs(number, limit=self._plan.blobs)]

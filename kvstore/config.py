@@ -21,7 +21,6 @@ from kvstore.sizes import MaybeSize, Size
 from kvstore.store import StoreConfig
 from kvstore.store.quotas import Quota
 from kvstore.tiers.policies.make import NAMES, SSD_LOSS
-from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.watermarks import Watermarks
 
 _MIN_TIER = 1 << 20
@@ -74,7 +73,6 @@ class Config(BaseModel):
         None, ge=0, description="most bytes of DRAM made before they are needed; an eighth of it, at most 1 GiB, if not given"
     )
     move_share: float = Field(0.5, ge=0, le=10, description="bytes moved within DRAM for each byte put, at most; 0 moves nothing")
-    extent: int = Field(DEFAULT_EXTENT_BYTES, ge=4080, le=(1 << 20) - 16, description="bytes of an SSD extent; 16 under a multiple of 4096")
     policy: str = Field("classifier", description=f"which pages leave a tier first: {', '.join(NAMES)}")
     ssd_admission: Literal["classifier", "all"] = Field(
         "classifier", description="which pages that leave DRAM are written: `all`, or by `policy`"
@@ -126,8 +124,6 @@ class Config(BaseModel):
             raise ValueError(f"port and http_port are both {self.port}: the data plane and HTTP each need a port of their own")
         if self.policy not in NAMES:
             raise ValueError(f"policy is {self.policy!r}: one of {', '.join(NAMES)}")
-        if (self.extent + 16) % 4096:
-            raise ValueError(f"extent is {self.extent}: choose 16 less than a multiple of 4096, such as 69616, so that LMDB wastes nothing")
         if self.tokens_file is not None and self.tokens is not None:
             raise ValueError("give tokens either by tokens_file or by KVSTORE_TOKENS, not both")
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca is not None and self.tls_cert is None):
@@ -191,7 +187,6 @@ class Config(BaseModel):
             put_idle_s=self.put_idle,
             shutdown_s=self.shutdown_timeout,
             segment_bytes=self.segment,
-            extent_bytes=self.extent,
             move_share=self.move_share,
             reader_threads=self.reader_threads,
             policy=self.policy,

@@ -146,11 +146,14 @@ def _check_meta(path: Path, entry_bytes: int) -> None:
         mark_damaged(path)
 
 
-def no_room(path: Path) -> bool:
-    """Whether a file of the environment in a folder can't grow. LMDB calls a write that was cut short an I/O error, whatever cut it."""
+def no_room(path: Path, *others: Path) -> bool:
+    """Whether the file of the environment in a folder, or another, can't grow.
+
+    LMDB calls a write that was cut short an I/O error, whatever cut it.
+    """
     disk = os.statvfs(path)
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    grown = (path / DATA_FILE).stat().st_size + _ROOM
+    grown = max(file.stat().st_size for file in (path / DATA_FILE, *others)) + _ROOM
     return disk.f_bavail * disk.f_frsize < _ROOM or (limit != resource.RLIM_INFINITY and grown > limit)
 
 

@@ -1,18 +1,18 @@
-"""Where in an LMDB data file the values of some keys lie, found without touching the values.
+"""The entries of an LMDB data file whose keys begin with some bytes, read by `pread` of its pages and not through LMDB's map.
 
-LMDB's own look-up is as quick, but its binding touches every page of a value that it gives out, and each that is not in the page cache is
-then read by itself. Format as in `kvstore.lmdb_walk`. The caller keeps a read transaction open meanwhile: its pages stay what they are.
+An I/O error is an error then, and not the end of the process. Format as in `kvstore.lmdb_walk`. The caller keeps a read transaction open
+meanwhile: its pages stay what they are.
 """
 
 import os
-import struct
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
-from kvstore.lmdb_walk import BIG_DATA, BRANCH, NO_PAGE, NODE, OVERFLOW, page_flags, page_nodes, unpack_meta
+from kvstore.lmdb_walk import BIG_DATA, BRANCH, NO_PAGE, NODE, OVERFLOW, OVERFLOW_PAGE, page_flags, page_nodes, unpack_meta
 
 _MAX_DEPTH = 32
 _MOST_PAGES = 1 << 48
+_LARGEST_VALUE = 64 << 20
 
 
 class Overtaken(Exception):
@@ -23,22 +23,21 @@ class Damaged(Exception):
     """A page on the way is not what it should be."""
 
 
-class Place(NamedTuple):
-    """Where a value lies. A tuple, as a blob has hundreds, and a fetch waits for them."""
+class Entry(NamedTuple):
+    """One of the file's. A tuple, as there are many."""
 
     key: bytes
-    at: int
-    nbytes: int
+    value: bytes
 
 
-def find_values(
+def find_entries(
     fd: int, transaction: int, prefix: bytes, page_size: int = 4096, *, start: bytes = b"", most: int = _MOST_PAGES
-) -> list[Place]:
-    """The values of all keys that begin with `prefix`, in the order of their keys; of those from `start` on, if given, and `most` of them.
+) -> list[Entry]:
+    """All entries whose keys begin with `prefix`, in the order of their keys; of those from `start` on, if given, and `most` of them.
 
     Blocking. Raises Overtaken, Damaged, OSError.
     """
-    found: list[Place] = []
+    found: list[Entry] = []
     _add_from(found, fd, _root(fd, transaction, page_size), prefix, max(start, prefix), most, page_size)
     return found
 
@@ -54,9 +53,9 @@ def _root(fd: int, transaction: int, page_size: int) -> int:
 
 
 def _add_from(
-    found: list[Place], fd: int, number: int, prefix: bytes, start: bytes, most: int, page_size: int, depth: int = _MAX_DEPTH
+    found: list[Entry], fd: int, number: int, prefix: bytes, start: bytes, most: int, page_size: int, depth: int = _MAX_DEPTH
 ) -> bool:  # fmt: skip
-    """Add the values of a subtree whose keys begin with `prefix`, from `start` on. Returns whether more behind it are wanted."""
+    """Add the entries of a subtree whose keys begin with `prefix`, from `start` on. Returns whether more behind it are wanted."""
     if number == NO_PAGE:
         return True
     if number >= _MOST_PAGES:
@@ -72,25 +71,33 @@ def _add_from(
             if not _add_from(found, fd, lowest | high << 16 | upper << 32, prefix, start, most, page_size, depth - 1):
                 return False
         return True
-    base, size, big = number * page_size, -1, struct.Struct("")
     first = bisect_left(nodes, start, key=lambda at: _key(page, at))
     for at in nodes[first : first + most - len(found)]:
         lowest, high, flags, key_bytes = NODE.unpack_from(page, at)
         at += NODE.size
         if not page.startswith(prefix, at):
             return False
-        if flags & BIG_DATA:
-            if key_bytes != size:
-                size, big = key_bytes, struct.Struct(f"<{key_bytes}sQ")
-            if at + big.size > page_size:
-                raise Damaged(f"page {number} names no page behind a key")
-            key, run = big.unpack_from(page, at)
-            if run >= _MOST_PAGES:
-                raise Damaged(f"page {number} names a page {run}")
-            found.append(Place(key, run * page_size + OVERFLOW.size, lowest | high << 16))
-        else:
-            found.append(Place(page[at : at + key_bytes], base + at + key_bytes, lowest | high << 16))
+        found.append(Entry(page[at : at + key_bytes], _value(fd, page, number, at + key_bytes, lowest | high << 16, flags)))
     return len(found) < most
+
+
+def _value(fd: int, page: bytes, number: int, at: int, nbytes: int, flags: int) -> bytes:
+    """The value behind a key; a large one has pages of its own."""
+    if flags & BIG_DATA:
+        if at + 8 > len(page):
+            raise Damaged(f"page {number} names no page behind a key")
+        run = int.from_bytes(page[at : at + 8], "little")
+        if run >= _MOST_PAGES or nbytes > _LARGEST_VALUE:
+            raise Damaged(f"page {number} names a page {run} with {nbytes} bytes")
+        data = os.pread(fd, OVERFLOW.size + nbytes, run * len(page))
+        if len(data) < OVERFLOW.size or page_flags(data) != OVERFLOW_PAGE or OVERFLOW.unpack_from(data)[0] != run:
+            raise Damaged(f"page {run} is not one of a value")
+        value = data[OVERFLOW.size :]
+    else:
+        value = page[at : at + nbytes]
+    if len(value) < nbytes:
+        raise Damaged(f"page {number} has an entry that is cut short")
+    return value
 
 
 def _key(page: bytes, at: int) -> bytes:

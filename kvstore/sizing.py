@@ -12,11 +12,11 @@ from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES
 from kvstore.prefill import Prefill
 
-EXTENT_BYTES = 69_616
-"""Of the SSD tier, unless it is set otherwise."""
+_BLOCK_BYTES = 4096
+"""Of the SSD tier; and what large DRAM slots are multiples of."""
 DRAM_SHARE = 0.85
 """What of the DRAM tier is in use when the mover has done its work: `low_watermark`."""
-_SLOT_ALIGN = 256
+_SLOT_ALIGN, _LARGE_SLOT = 256, 256 << 10
 _SLICE_BYTES, _DIGEST_BYTES = 1 << 20, 16
 _LONGEST = 1 << 40
 _RATE_UNITS = {"": 1e9, "gb/s": 1e9, "mb/s": 1e6, "tb/s": 1e12, "gib/s": 2.0**30, "gbit/s": 1e9 / 8, "mbit/s": 1e6 / 8, "tbit/s": 1e12 / 8}
@@ -198,8 +198,8 @@ def plan(model: Model, demand: Demand, links: Sequence[Link] = (), prefill: Pref
     return Plan(
         bytes_per_token=model.full_bytes + model.window_bytes,
         hbm_bytes=demand.concurrent * mean * (2 if demand.double_buffer else 1),
-        dram_bytes=_pool(model, demand, busy) * _rounding(model, _SLOT_ALIGN) / DRAM_SHARE,
-        ssd_bytes=_pool(model, demand, max(demand.kept, busy)) * _rounding(model, EXTENT_BYTES),
+        dram_bytes=_pool(model, demand, busy) * _rounding(model, _slot_unit(model)) / DRAM_SHARE,
+        ssd_bytes=_pool(model, demand, max(demand.kept, busy)) * _rounding(model, _BLOCK_BYTES),
         contexts=tuple(_context(model, tokens, links, prefill, latency_s) for tokens in demand.contexts),
         links=tuple(LinkPlan(link.name, link.bytes_s, _break_even_tokens(model, link, prefill)) for link in links),
     )
@@ -210,6 +210,11 @@ def _pool(model: Model, demand: Demand, sessions: int) -> float:
     mean = sum(model.stored_bytes(tokens, demand.boundaries) for tokens in demand.contexts) / len(demand.contexts)
     shared = model.full_bytes * model.whole_pages(demand.shared_tokens)
     return shared + sessions * (mean - shared)
+
+
+def _slot_unit(model: Model) -> int:
+    """What the DRAM slots of a page, in one part, are multiples of."""
+    return _SLOT_ALIGN if model.full_bytes * model.page_tokens < _LARGE_SLOT else _BLOCK_BYTES
 
 
 def _rounding(model: Model, unit: int) -> float:

@@ -57,14 +57,9 @@ def test_a_tier_that_is_no_size_is_said_once() -> None:
         ("move_share", "half", 'move_share is "half", not a number'),
         ("listen", "not-an-address.invalid", "listen: 'not-an-address.invalid' is no address, and no name of one"),
         ("host", "127.0.0.1.5", "host: '127.0.0.1.5' is no address, and no name of one"),
-        ("extent", 100, "extent is 100, not at least 4080"),
     ],
 )
 def test_what_is_wrong_is_said_so_that_it_can_be_mended(setting: str, value: object, said: str) -> None:
     with pytest.raises(BadRequest) as raised:
         load_config({setting: value}, environment={})
     assert said in raised.value.message
-
-
-def test_the_least_extent_that_is_named_is_taken() -> None:
-    assert load_config({"extent": 4080}, environment={}).extent == 4080

@@ -55,7 +55,6 @@ BAD: list[tuple[c.Check, dict[str, Any], str, str]] = [
     (c.disk_space, {"space": Disk(512 * GIB, 0)}, "bad", "--ssd"),
     (c.disk_space, {"space": Disk(1030 * GIB, 0)}, "warn", "--ssd"),
     (c.disk_space, {"space": Disk(512 * GIB, 700 * GIB)}, "ok", ""),
-    (c.extents, {"other_extents": "it has extents of 69616 bytes"}, "bad", "KVSTORE_EXTENT"),
     (c.disk_writes, {"disk": DiskSpeed(100 * MIB, 0.001, GIB, True, 1)}, "warn", "NVMe"),
     (c.disk_writes, {"disk": DiskSpeed(MIB, 0.001, GIB, True, 1)}, "bad", "NVMe"),
     (c.disk_sync, {"disk": DiskSpeed(GIB, 0.05, GIB, True, 1)}, "warn", "power-loss"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvstore.lmdb_find import Damaged, Overtaken, Place, find_values
+from kvstore.lmdb_find import Damaged, Overtaken, find_entries
 
 
 @contextmanager
@@ -26,15 +26,11 @@ def opened(path: Path) -> lmdb.Environment:
     return lmdb.open(str(path), map_size=256 << 20, sync=False)
 
 
-def value_at(descriptor: int, place: Place) -> bytes:
-    return os.pread(descriptor, place.nbytes, place.at)
-
-
 def found(env: lmdb.Environment, descriptor: int, prefix: bytes) -> dict[bytes, bytes]:
     with env.begin() as txn:
-        places = find_values(descriptor, txn.id(), prefix)
-        assert [place.key for place in places] == sorted(place.key for place in places)
-        return {place.key: value_at(descriptor, place) for place in places}
+        entries = find_entries(descriptor, txn.id(), prefix)
+        assert [entry.key for entry in entries] == sorted(entry.key for entry in entries)
+        return dict(entries)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -67,13 +63,11 @@ def test_a_transaction_sees_what_was_there_when_it_began(tmp_path: Path) -> None
             with env.begin(write=True) as txn:
                 txn.put(b"key", b"x" * 5000)
                 txn.put(b"key2", b"x" * 5000)
-            place = find_values(descriptor, reader.id(), b"key")
-            assert [value_at(descriptor, one) for one in place] == [b"\2" * 5000]
+            assert find_entries(descriptor, reader.id(), b"key") == [(b"key", b"\2" * 5000)]
             with env.begin(write=True) as txn:
                 txn.put(b"key", b"y" * 5000)
             with pytest.raises(Overtaken):
-                find_values(descriptor, reader.id(), b"key")
-            assert value_at(descriptor, place[0]) == b"\2" * 5000, "what a reader sees was overwritten"
+                find_entries(descriptor, reader.id(), b"key")
 
 
 def test_pages_that_are_none(tmp_path: Path) -> None:
@@ -84,14 +78,14 @@ def test_pages_that_are_none(tmp_path: Path) -> None:
                 txn.put(number.to_bytes(4, "big"), bytes(50))
         with env.begin() as txn:
             transaction = txn.id()
-        assert len(find_values(descriptor, transaction, b"")) == 2000
+        assert len(find_entries(descriptor, transaction, b"")) == 2000
         pages = os.fstat(descriptor).st_size // 4096
         refused = 0
         for page in range(2, pages):
             before = os.pread(descriptor, 16, page * 4096)
             os.pwrite(descriptor, b"\xff" * 16, page * 4096)
             try:
-                find_values(descriptor, transaction, b"")
+                find_entries(descriptor, transaction, b"")
             except Damaged:
                 refused += 1
             os.pwrite(descriptor, before, page * 4096)
@@ -99,7 +93,7 @@ def test_pages_that_are_none(tmp_path: Path) -> None:
         os.pwrite(descriptor, bytes(4096), 0)
         os.pwrite(descriptor, bytes(4096), 4096)
         with pytest.raises(Overtaken):
-            find_values(descriptor, transaction, b"")
+            find_entries(descriptor, transaction, b"")
 
 
 def test_a_page_number_beyond_any_file(tmp_path: Path) -> None:
@@ -110,15 +104,12 @@ def test_a_page_number_beyond_any_file(tmp_path: Path) -> None:
             txn.put(b"key", bytes(5000))
         with env.begin() as txn:
             transaction = txn.id()
-        (place,) = find_values(descriptor, transaction, b"key")
-        name = ((place.at - 16) // 4096).to_bytes(8, "little")
-        leaves = [at for at in range(0, os.fstat(descriptor).st_size, 4096) if b"key" + name in os.pread(descriptor, 4096, at)]
-        for leaf in leaves:
-            at = leaf + os.pread(descriptor, 4096, leaf).index(b"key" + name) + 3
-            for bit in range(64):
-                os.pwrite(descriptor, (int.from_bytes(name, "little") ^ 1 << bit).to_bytes(8, "little"), at)
-                try:
-                    assert find_values(descriptor, transaction, b"key")[0].at < 1 << 61
-                except Damaged:
-                    assert bit >= 48
-            os.pwrite(descriptor, name, at)
+        leaf = next(at for at in range(8192, os.fstat(descriptor).st_size, 4096) if b"key" in os.pread(descriptor, 4096, at)[16:])
+        at = leaf + os.pread(descriptor, 4096, leaf).rindex(b"key") + 3
+        name = os.pread(descriptor, 8, at)
+        for bit in range(64):
+            os.pwrite(descriptor, (int.from_bytes(name, "little") ^ 1 << bit).to_bytes(8, "little"), at)
+            with pytest.raises(Damaged):
+                find_entries(descriptor, transaction, b"key")
+        os.pwrite(descriptor, name, at)
+        assert find_entries(descriptor, transaction, b"key") == [(b"key", bytes(5000))]

@@ -31,17 +31,17 @@ def test_a_classical_model() -> None:
     assert context.transfers[0].faster_than_recompute == pytest.approx(12.8 / 0.67108864)
     assert context.break_even_bytes_s == pytest.approx(1.31072e9)
     assert found.hbm_bytes == 8 * 2 * 16_777_216_000
-    page = 64 * 131_072  # 8 MiB and 8 digests, in slots of whole 256 bytes
-    assert found.dram_bytes == pytest.approx(8 * 16_777_216_000 * (page + 256) / page / 0.85)
+    page = 64 * 131_072  # 8 MiB and 8 digests, in slots of whole pages
+    assert found.dram_bytes == pytest.approx(8 * 16_777_216_000 * (page + 4096) / page / 0.85)
 
 
 def test_tiers_with_warm_and_kept_sessions_and_a_shared_root() -> None:
-    model = Model(1000, page_tokens=100)  # a page is 100,016 bytes stored: two extents of 69,616, 391 times 256
+    model = Model(1000, page_tokens=100)  # a page is 100,016 bytes stored: 25 blocks of 4,096, 391 times 256
     found = plan(model, Demand((10_000, 30_050), 2, warm=3, kept=10, shared_tokens=5_000, double_buffer=False))
     assert found.hbm_bytes == 2 * (10_000_000 + 30_050_000) / 2
     kept = (10_000_000 + 30_000_000) / 2  # whole pages only
     assert found.dram_bytes == pytest.approx((5_000_000 + 5 * (kept - 5_000_000)) * 100_096 / 100_000 / 0.85)
-    assert found.ssd_bytes == pytest.approx((5_000_000 + 10 * (kept - 5_000_000)) * 139_232 / 100_000)
+    assert found.ssd_bytes == pytest.approx((5_000_000 + 10 * (kept - 5_000_000)) * 102_400 / 100_000)
 
 
 def test_a_hybrid_model() -> None:

@@ -31,6 +31,7 @@ MEASURES = (
     Measure("leases", 1, 0.25, 20),
     Measure("journal file", _MIB, 0.05, 1 * _MIB),
     Measure("blobs file", _MIB, 0.05, 8 * _MIB),
+    Measure("index file", _MIB, 0.05, 1 * _MIB),
 )
 """Segments are made and given back as sizes compete; lent memory, leases, tasks and descriptors follow the clients of the moment."""
 
@@ -50,7 +51,8 @@ def take_sample(stat: Any, pid: int, data_dir: Path) -> Sample:
         "segments": stat["dram_segments"]["count"],
         "leases": stat["leases"],
         "journal file": (data_dir / "journal" / "data.mdb").stat().st_size,
-        "blobs file": (data_dir / "blobs" / "data.mdb").stat().st_size,
+        "blobs file": (data_dir / "blobs.extents").stat().st_size,
+        "index file": (data_dir / "blobs" / "data.mdb").stat().st_size,
     }
 
 

@@ -32,7 +32,7 @@ def doctor(
 
     settings = load_config({"data_dir": data_dir, "dram": dram, "ssd": ssd}, config)
     sizes = settings.store_config()
-    setup = Setup(settings.data_dir, sizes.dram_bytes, sizes.ssd_bytes, settings.segment, settings.max_connections, extent=settings.extent)
+    setup = Setup(settings.data_dir, sizes.dram_bytes, sizes.ssd_bytes, settings.segment, settings.max_connections)
     facts = read_facts(setup)
     if measure:
         folder = existing(settings.data_dir)

@@ -78,7 +78,7 @@ def _print(made: Plan, demand: Demand) -> None:
     busy = demand.concurrent + demand.warm
     need.add_row("HBM", _tier(made.hbm_bytes), f"{demand.concurrent:,} sessions" + (", double-buffered" if demand.double_buffer else ""))
     need.add_row("DRAM", _tier(made.dram_bytes), f"{busy:,} sessions, with room for the mover")
-    need.add_row("SSD", _tier(made.ssd_bytes), f"{max(demand.kept, busy):,} sessions, in extents")
+    need.add_row("SSD", _tier(made.ssd_bytes), f"{max(demand.kept, busy):,} sessions, in blocks of 4 KiB")
     console.print(need)
     table = Table("context", "load", *(f"at {link.link}" for link in made.links), "recompute", "as fast as a load at")
     for context in made.contexts:

@@ -200,17 +200,8 @@ def disk_space(facts: Facts) -> Finding:
     return Finding(
         "disk space", verdict,
         f"SSD tier {_size(ssd)}; {_size(disk.free)} free, {_size(disk.taken)} taken by the store",
-        "the file may be a tenth and 256 MiB larger than the tier, with the journal on top; a full disk stops demotion and durable puts",
+        "the file may be a tenth and 256 MiB larger than the tier, with index and journal; a full disk stops demotion and durable puts",
         "" if verdict == "ok" else "a smaller --ssd, or a larger disk",
-    )  # fmt: skip
-
-
-def extents(facts: Facts) -> Finding:
-    """What is on SSD has extents of one size."""
-    return Finding(
-        "extents", "bad" if facts.other_extents else "ok", f"{facts.setup.extent} bytes",
-        facts.other_extents or "fixed as long as there is something on SSD: a daemon with another `extent` does not start",
-        "the `extent` that it was made with (KVSTORE_EXTENT, or the configuration file)" if facts.other_extents else "",
     )  # fmt: skip
 
 
@@ -227,25 +218,25 @@ def disk_writes(facts: Facts) -> Finding | None:
 
 
 def disk_sync(facts: Facts) -> Finding | None:
-    """A durable put waits for two syncs or three."""
+    """A durable put waits for one after the other: of the blobs, of their index, of the journal."""
     if facts.disk is None:
         return None
     milliseconds = 1000 * facts.disk.sync_s
     verdict: Verdict = "ok" if milliseconds <= 20 else "warn" if milliseconds <= 100 else "bad"
     return Finding(
-        "disk sync", verdict, f"{milliseconds:.1f} ms", "a durable put waits for two or three of these",
+        "disk sync", verdict, f"{milliseconds:.1f} ms", "a durable put waits for five: of blobs, their index twice, the journal twice",
         "" if verdict == "ok" else "a disk with power-loss protection; not a spinning or a network disk",
     )  # fmt: skip
 
 
 def disk_reads(facts: Facts) -> Finding | None:
-    """Promotion reads extents at random."""
+    """Promotion reads blobs at random."""
     if facts.disk is None:
         return None
     verdict = _judge(facts.disk.read, 300 * _MIB, 50 * _MIB)
     how = "around the page cache" if facts.disk.direct else "NOT around the page cache, which this file system does not offer: may flatter"
     return Finding(
-        "disk reads", verdict, f"{_size(facts.disk.read)}/s at random, 68 KiB each, {how}",
+        "disk reads", verdict, f"{_size(facts.disk.read)}/s at random, 64 KiB each, {how}",
         "what is not in DRAM is fetched at most this fast, and competes with computing it again",
         "" if verdict == "ok" else "a faster disk (local NVMe), or a larger --dram",
     )  # fmt: skip
@@ -317,5 +308,5 @@ def python(facts: Facts) -> Finding:
 
 CHECKS: tuple[Check, ...] = (
     descriptors, maps, address_space, overcommit, locked_memory, core_dumps, memory, swap, shmem_huge_pages, anonymous_huge_pages,
-    filesystem, disk_space, extents, disk_writes, disk_sync, disk_reads, loopback, cpus, load, clock, kernel, python,
+    filesystem, disk_space, disk_writes, disk_sync, disk_reads, loopback, cpus, load, clock, kernel, python,
 )  # fmt: skip

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.doctor.probes import DiskSpeed
-from kvstore.errors import DataDirError
 from kvstore.machine import Disk, Memory, existing, read_disk, read_memory
-from kvstore.store.datadir import BLOBS
-from kvstore.tiers.extents import check_unopened
-from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 _CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -30,7 +26,6 @@ class Setup:
     max_connections: int
     namespaces: int = 100
     """How many namespaces to reckon with."""
-    extent: int = DEFAULT_EXTENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +57,6 @@ class Facts:
     disk: DiskSpeed | None = None
     loopback: float | None = None
     """Bytes a second."""
-    other_extents: str = ""
-    """What keeps a daemon with this `extent` from starting, if it is that."""
 
 
 def read_facts(setup: Setup) -> Facts:
@@ -94,16 +87,7 @@ def read_facts(setup: Setup) -> Facts:
         kernel=(int(release[0]), int(release[1])),
         python=platform.python_version(),
         debug=sys.flags.dev_mode or bool(os.environ.get("PYTHONASYNCIODEBUG")) or hasattr(sys, "gettotalrefcount"),
-        other_extents="" if running else _other_extents(setup),
     )
-
-
-def _other_extents(setup: Setup) -> str:
-    try:
-        check_unopened(setup.data_dir / BLOBS, setup.extent)
-    except DataDirError as error:
-        return error.message
-    return ""
 
 
 def _limit(which: int) -> int | None:

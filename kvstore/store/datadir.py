@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvstore.errors import DataDirError
 
-FORMAT = 1
+FORMAT = 2
 """Version of everything on disk. A daemon opens its own format only; a new one comes with a written migration."""
 BLOBS = "blobs"
 """The folder of the SSD tier in it."""

@@ -58,7 +58,7 @@ class Figures:
         quota = self._quotas.of(tenant)
         return {
             "dram": Usage(quota.dram or self._arena.capacity, self._arena.used_by(tenant)),
-            "ssd": Usage(quota.ssd or self._files.blobs.capacity, self._spaces.ssd_bytes_of(tenant, self._files.blobs.extent_bytes)),
+            "ssd": Usage(quota.ssd or self._files.blobs.capacity, self._spaces.ssd_bytes_of(tenant)),
         }
 
     def puts_open_of(self, tenant: str) -> int:

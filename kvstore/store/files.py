@@ -12,6 +12,7 @@ from kvstore.lmdb_files import DATA_FILE, is_marked, mark_damaged
 from kvstore.radix.journal import Journal
 from kvstore.store.datadir import DataDir
 from kvstore.store.store_config import StoreConfig
+from kvstore.tiers.blob_index import BlobIndex
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.text import RecipeFile
 
@@ -41,7 +42,7 @@ class Files:
                     if path.exists():
                         mark_damaged(path)
             self.journal = Journal(self.dir.journal, config.journal_bytes)
-            self.blobs = BlobFile(self.dir.blobs, config.ssd_bytes, config.extent_bytes)
+            self.blobs = BlobFile(self.dir.blobs, config.ssd_bytes)
             self.recipes = RecipeFile(self.dir.recipes, config.recipe_bytes)
         except BaseException as error:
             self.give_up()
@@ -63,7 +64,7 @@ class Files:
         _log.error("the last run was ended by a fault: %s", fault)
         paths = {
             inspect.getfile(Journal): self.dir.journal,
-            inspect.getfile(BlobFile): self.dir.blobs,
+            inspect.getfile(BlobIndex): self.dir.blobs,
             inspect.getfile(RecipeFile): self.dir.recipes,
         }
         if (module := fault.innermost_of(list(paths))) is not None and paths[module].exists():

@@ -12,6 +12,7 @@ from kvstore.store.trash import Trash
 from kvstore.store.watchers import Follower
 from kvstore.tiers.blobs import NO_SLOT, BlobTable, stored_bytes
 from kvstore.tiers.dram import Arena
+from kvstore.tiers.extent_file import BLOCK_BYTES
 
 OWNER_SHIFT = 32
 OWNER_ROW = (1 << OWNER_SHIFT) - 1
@@ -34,10 +35,11 @@ class SpaceBlobs:
         self._arena = arena
         self._trash = trash
 
-    def ssd_bytes(self, extent_bytes: int) -> int:
-        """Bytes of the extents that the namespace's blobs take up on SSD. Looks at every blob."""
+    def ssd_bytes(self) -> int:
+        """Bytes of the blocks that the namespace's blobs take up on SSD. Looks at every blob."""
         stored = self.blobs.stored_of(np.flatnonzero(self.blobs.on_ssd[: self.blobs.slots.high]).astype(np.int32))
-        return int((-(-stored // extent_bytes)).sum()) * extent_bytes
+        blocks: int = (-(-stored // BLOCK_BYTES)).sum()
+        return int(blocks) * BLOCK_BYTES
 
     def stored_bytes(self, row: int) -> int:
         """Bytes of a blob's stored form."""

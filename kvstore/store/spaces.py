@@ -46,6 +46,6 @@ class Spaces:
         """A tenant's namespaces."""
         return list(self._by_tenant.get(tenant, {}).values())
 
-    def ssd_bytes_of(self, tenant: str, extent_bytes: int) -> int:
+    def ssd_bytes_of(self, tenant: str) -> int:
         """Bytes that a tenant's blobs take up on SSD. Looks at every one of them."""
-        return sum(space.ssd_bytes(extent_bytes) for space in self.of(tenant))
+        return sum(space.ssd_bytes() for space in self.of(tenant))

@@ -167,7 +167,7 @@ class Store:
             self._files.blobs, self._files.journal, self._writer, self._trash, self.stats,
             lambda wanted, tenant: self._residency.make_ssd_room(wanted, self._clock.now(), tenant), self._arena.view, config.batch_bytes,
             self._clock.now,
-            lambda make_room: SsdBudget(self.quotas, lambda tenant: self._spaces.ssd_bytes_of(tenant, config.extent_bytes), make_room),
+            lambda make_room: SsdBudget(self.quotas, self._spaces.ssd_bytes_of, make_room),
             config.durable_wait_s, lambda: self.replacement.ready(SSD),
         )  # fmt: skip
         self._residency.writeback = self._writeback

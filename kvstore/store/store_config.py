@@ -7,7 +7,6 @@ from pathlib import Path
 from kvstore.store.quotas import Quota
 from kvstore.store.session_ends import DEFAULT_SESSIONS
 from kvstore.tiers.policies.make import SSD_LOSS
-from kvstore.tiers.ssd import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.watermarks import Watermarks
 
 
@@ -38,7 +37,6 @@ class StoreConfig:
     shutdown_s: float = 30.0
     batch_bytes: int = 64 << 20
     segment_bytes: int = 64 << 20
-    extent_bytes: int = DEFAULT_EXTENT_BYTES
     recipe_bytes: int = 64 << 20
     """Bytes of recipes, as they are counted."""
     recipe_ttl_s: float = 0.0

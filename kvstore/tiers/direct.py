@@ -1,7 +1,7 @@
-"""Reading a file past the page cache (O_DIRECT), into buffers that are made for it. Blocking.
+"""Reading a file past the page cache (O_DIRECT), where the bytes belong or into buffers that are made for it. Blocking.
 
-The disk writes into the buffer itself. What that costs depends on how many places in memory the buffer is: a huge page is one. So a buffer
-is on huge pages where the system gives them, is used again and again, and what was read is copied out of it.
+The disk writes into the memory itself. What that costs depends on how many places in memory that is: a huge page is one. DRAM segments
+are on huge pages where the system gives them (decision 0031), and so are the buffers, which are used again and again.
 """
 
 import ctypes
@@ -17,6 +17,8 @@ import numpy as np
 _libc = ctypes.CDLL(None, use_errno=True)
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
+ALIGNMENT = 512
+"""Of memory that a disk writes to, at least; one that wants more says so, and is read otherwise."""
 BUFFER_BYTES = 2 * _HUGE
 """One read can have so many, less two pages."""
 LARGEST_READ = BUFFER_BYTES - 2 * _PAGE
@@ -81,6 +83,13 @@ class DirectFile:
         finally:
             if len(self._buffers) < _KEPT:
                 self._buffers.append(buffer)
+
+    def read_into(self, at: int, target: memoryview) -> int:
+        """Fill memory from place `at` on. Both are at, and of, whole blocks of the file, the memory at a multiple of ALIGNMENT.
+
+        Returns how many bytes are there: fewer where the file ends, and where it is better read otherwise. Raises OSError.
+        """
+        return self._fill(target, at) or 0
 
     def _buffer(self) -> memoryview | None:
         try:

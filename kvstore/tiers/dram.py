@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.tiers import Usage
-from kvstore.tiers.segments import NO_OWNER, SLOT_ALIGN, Room, Segment, SlotClass, close_segments
+from kvstore.tiers.segments import NO_OWNER, Room, Segment, SlotClass, close_segments, slot_bytes_of
 from kvstore.tiers.sharing import NOWHERE, PLACE, RETIRED, STATE, is_sealed
 from kvstore.tiers.vacating import Candidate
 
@@ -90,7 +90,7 @@ class Arena:
     @staticmethod
     def slot_class(tenant: str, nbytes: int) -> SlotClass:
         """The class whose slots hold `nbytes`."""
-        return SlotClass(tenant, -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN)
+        return SlotClass(tenant, slot_bytes_of(nbytes))
 
     # --- slots ---------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,10 @@ from kvstore.memfds import map_memfd, populate
 from kvstore.tiers.sharing import RETIRED, STATE, Words, seal, tail_bytes, words_of
 
 NO_OWNER = -1
-SLOT_ALIGN = 256
+_SLOT_ALIGN = 256
 """Slots are multiples of so many bytes."""
+_LARGE_BYTES, _LARGE_ALIGN = 256 << 10, 4096
+"""Large ones of pages, so that SSD can be read straight into each (see extent_file.py)."""
 _COLLECT_EVERY_S = 5.0
 """A look for cycles takes the whole process some hundredths of a second."""
 
@@ -34,7 +36,14 @@ class SlotClass:
 
 def slot_bytes_for(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Bytes of the slots that so many bytes each are put into."""
-    return -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN
+    align = np.where(nbytes < _LARGE_BYTES, _SLOT_ALIGN, _LARGE_ALIGN)
+    return -(-nbytes // align) * align
+
+
+def slot_bytes_of(nbytes: int) -> int:
+    """As `slot_bytes_for`, of one."""
+    align = _SLOT_ALIGN if nbytes < _LARGE_BYTES else _LARGE_ALIGN
+    return -(-nbytes // align) * align
 
 
 @dataclass(slots=True)

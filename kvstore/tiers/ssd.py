@@ -1,58 +1,42 @@
-"""The SSD tier: blobs in LMDB, cut into extents of one size, so that freed pages are reused without growth.
+"""The SSD tier: blobs in the extents of a file, found by an index in LMDB beside it.
 
-Blocking: call from an executor thread; writes from one thread only. No read transaction outlives a call. A batch is
-durable when `commit` returns. LMDB has no checksums: what is read is verified against the blob id before it is given out.
+Blocking: call from an executor thread; writes from one thread only. A blob's bytes are on the disk before the record that names them, and a
+batch is durable when `commit` returns. Nothing on disk is trusted: what is read is verified against the blob id before it is given out.
 """
 
+import contextlib
 import errno
 import os
-import struct
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import lmdb
 
 from kvstore.errors import Busy, Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.lmdb_files import (
-    DATA_FILE,
-    STRUCTURAL,
-    Gate,
-    check_order,
-    mark_damaged,
-    no_room,
-    open_environment,
-    open_readonly,
-    probe,
-    writing,
-)
-from kvstore.lmdb_find import Damaged, Overtaken, Place, find_values
+from kvstore.lmdb_files import STRUCTURAL, Gate, no_room
+from kvstore.lmdb_find import Damaged
 from kvstore.threads import started_pool
 from kvstore.tiers import Usage
-from kvstore.tiers.extents import PAGE_HEADER, ExtentFile, check_extent, check_unopened
+from kvstore.tiers.blob_index import BlobIndex, IndexBatch
+from kvstore.tiers.blobs import stored_bytes
+from kvstore.tiers.blocks import Blocks
+from kvstore.tiers.extent_file import BLOCK_BYTES, ExtentFile, blocks_for
+from kvstore.tiers.extent_record import blob_key, blob_of, decode_record
+from kvstore.tiers.free_space import Extent, FreeSpace
 from kvstore.tiers.stored import pieces_to_read, verify_slices, verify_table
 from kvstore.tiers.together import Together
-
-_KEY = struct.Struct(">I16sH")
-_PROBE_NUMBER = 0xFFFFFFFF
-"""The namespace of what is written to see whether writing works; no namespace has it, so a rest is swept at the next start."""
-_MOST_TRIES = 100
-_KEYS_AT_ONCE = (1 << 16) + 1
-"""Looked at by one transaction: no blob has so many extents."""
 
 _PARTNERS = 2
 """Threads that help those who read a large blob."""
 
-DEFAULT_EXTENT_BYTES = (68 << 10) - PAGE_HEADER
-"""A little over 64 KiB, so that a blob whose payload is a power of two finds room for its digests in the last extent."""
-
 _ROOM_BYTES = 256 << 20
 """And a tenth of the tier: what the file may have beside it, for what is freed and can't be written over yet."""
+_INDEX_SHARE = 16
+"""The index may have this part of the tier, and as much room beside it: a record takes 64 bytes of a block or more."""
 _STEP_BYTES = 16 << 20
 """Written at a time where a whole batch has no room."""
 _STEP_TRIES = 10
@@ -81,84 +65,81 @@ class BlobBatch:
         return bool(self.delete or self.put)
 
 
+def extents_beside(path: Path) -> Path:
+    """The file of extents that belongs to the index in a folder. Beside it: the folder goes when the index is salvaged."""
+    return path.with_name(path.name + ".extents")
+
+
 class BlobFile:
-    """One LMDB environment of extents. `capacity` bounds the bytes of extents; the file may be a tenth and 256 MiB larger."""
+    """`capacity` bounds the bytes of blobs, in whole blocks; the file may be a tenth and 256 MiB larger. Its index is the folder `path`."""
 
-    def __init__(self, path: Path, capacity: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
-        check_unopened(path, extent_bytes)
+    def __init__(self, path: Path, capacity: int) -> None:
         self._path = path
-        self._readonly = False
         self.capacity = capacity
-        self.extent_bytes = extent_bytes
-        self._map_bytes = capacity + capacity // 10 + _ROOM_BYTES
+        self._limit = blocks_for(capacity + capacity // 10 + _ROOM_BYTES)
         self._gate = Gate()
-        self._partners = started_pool(_PARTNERS, "kvstore-reader-2nd")
-        try:
-            self._open()
-        except BaseException:
-            self._partners.shutdown(wait=False)
-            raise
+        with contextlib.ExitStack() as opened:
+            self._index = opened.enter_context(contextlib.closing(BlobIndex(path, capacity // _INDEX_SHARE + _ROOM_BYTES)))
+            self._extents = opened.enter_context(contextlib.closing(ExtentFile(extents_beside(path))))
+            self._look_through()
+            self._partners = started_pool(_PARTNERS, "kvstore-reader-2nd")
+            opened.pop_all()
 
-    def _open(self) -> None:
-        self._env = open_environment(self._path, self._map_bytes, entry_bytes=self.extent_bytes, max_spare_txns=8, max_readers=126)
-        check_extent(self._env, self._path, self.extent_bytes)
-        self._extents: int = self._env.stat()["entries"]
-        self._file = ExtentFile(self._path / DATA_FILE, self.extent_bytes)
-        self._page_bytes: int = self._env.stat()["psize"]
+    def _look_through(self) -> None:
+        used = self._index.used(blocks_for(self._extents.nbytes))
+        self._used = used.blocks
+        self._last_commit = used.last_commit
+        self._blocks = Blocks(FreeSpace(self._limit, used.extents))
 
     @classmethod
     def readonly(cls, path: Path) -> "BlobFile":
-        """The file as it is, for reading only: nothing of it is changed, locked or mended."""
+        """The tier as it is, for reading only: nothing of it is changed, locked or mended."""
         file = cls.__new__(cls)
-        file._path, file._readonly, file._gate, file._env = path, True, Gate(), open_readonly(path)
-        file._page_bytes = file._env.stat()["psize"]
-        with file._env.begin() as txn, txn.cursor() as cursor:
-            file.extent_bytes = len(cursor.value()) if cursor.first() else DEFAULT_EXTENT_BYTES
-        file._file = ExtentFile(path / DATA_FILE, file.extent_bytes)
+        file._path, file._gate, file._index = path, Gate(), BlobIndex(path, readonly=True)
+        file._extents = ExtentFile(extents_beside(path), readonly=True)
         file._partners = started_pool(_PARTNERS, "kvstore-reader-2nd")
-        file._extents = file._env.stat()["entries"]
-        file.capacity = file._extents * file.extent_bytes
+        file._blocks = Blocks(FreeSpace(0))
         return file
 
     def close(self) -> None:
-        """Close the environment."""
+        """Close index and file."""
         self._partners.shutdown()
-        self._close_files()
-
-    def _close_files(self) -> None:
-        self._env.close()
-        self._file.close()
+        self._index.close()
+        self._extents.close()
 
     def probe(self, nbytes: int) -> None:
-        """See whether the disk takes about `nbytes` (see lmdb_files.probe). Raises lmdb.Error or OSError."""
-        extents = max(1, self._extent_count(nbytes))
-        keys = [_KEY.pack(_PROBE_NUMBER, bytes(16), extent) for extent in range(min(extents, 1 << 16))]
-        probe(self._env, self._path, keys, lambda: os.urandom(16).ljust(self.extent_bytes, b"p"), self._open_anew)
+        """See whether the disk takes about `nbytes`: write, and forget, as many. Raises lmdb.Error or OSError."""
+        extents = self._allocate([blocks_for(nbytes) or 1])
+        try:
+            self._extents.write([(extents[0], memoryview(os.urandom(BLOCK_BYTES) * (blocks_for(nbytes) or 1)))])
+            self._extents.sync()
+        finally:
+            self._blocks.give_back(extents[0])
+        self._index.probe(self._open_anew)
 
     def _open_anew(self) -> lmdb.Environment:
         with self._gate.alone():
-            self._close_files()
-            self._open()
-        return self._env
+            env = self._index.open_anew()
+            self._look_through()
+        return env
 
     def mark_damaged(self) -> None:
-        """Have it salvaged when it is opened next."""
-        mark_damaged(self._path)
+        """Have the index salvaged when it is opened next."""
+        self._index.mark_damaged()
 
     def no_room(self) -> bool:
-        """Whether its file can't grow."""
-        return no_room(self._path)
+        """Whether its files can't grow."""
+        return no_room(self._path, extents_beside(self._path))
 
     def usage(self) -> Usage:
-        """Capacity, and the bytes of all extents."""
-        return Usage(self.capacity, self._extents * self.extent_bytes)
+        """Capacity, and the bytes that all blobs take up."""
+        return Usage(self.capacity, self._used * BLOCK_BYTES)
 
     def footprint(self, stored: int) -> int:
         """Bytes that a blob of `stored` bytes takes up."""
-        return self._extent_count(stored) * self.extent_bytes
+        return blocks_for(stored) * BLOCK_BYTES
 
-    def _extent_count(self, stored: int) -> int:
-        return -(-stored // self.extent_bytes)
+    # --- writing -------------------------------------------------------------------------------------------------------
 
     def commit(self, batch: BlobBatch) -> None:
         """Apply a batch; it is durable when this returns. Raises lmdb.Error or OSError: of a large batch, a part may be done then."""
@@ -167,16 +148,38 @@ class BlobFile:
         except lmdb.MapFullError:
             self._commit_step_by_step(batch)
 
+    def _allocate(self, counts: Sequence[int]) -> list[list[Extent]]:
+        extents = self._blocks.allocate(counts)
+        if extents is None:
+            raise lmdb.MapFullError(f"there are not {sum(counts)} blocks of the file of extents that can be written to now")
+        return extents
+
     def _commit_at_once(self, batch: BlobBatch) -> None:
-        with writing(self._env, self._path) as txn:
-            self._apply(txn, batch)
-        self._extents = self._env.stat()["entries"]
+        extents = self._allocate([blocks_for(len(data)) for _, _, data in batch.put])
+        try:
+            if batch.put:
+                self._extents.write([(some, data) for some, (_, _, data) in zip(extents, batch.put, strict=True)])
+                self._extents.sync()
+            changes = IndexBatch([(number, blob) for number, blob, _ in batch.delete])
+            changes.put += [(number, blob, some) for some, (number, blob, _) in zip(extents, batch.put, strict=True)]
+            self._last_commit = max(self._last_commit + 1, time.time_ns())  # above those of records that a damaged index has lost, too
+            freed = self._index.commit(changes, self._last_commit)
+        except BaseException:
+            for some in extents:
+                self._blocks.give_back(some)
+            raise
+        self._free(freed)
+        self._used += sum(extent.blocks for some in extents for extent in some)
+
+    def _free(self, extents: list[Extent]) -> None:
+        self._blocks.retire(extents)
+        self._used -= sum(extent.blocks for extent in extents)
 
     def _commit_step_by_step(self, batch: BlobBatch) -> None:
         """Deletions first, then what is put, a little at a time.
 
-        What a transaction frees can be written over only by the next but one, and a page comes with all its ancestors: a batch may be
-        larger than the room that the file has beside the tier. It takes what the batches before it freed, and then what it frees itself.
+        What a batch frees can be written over only once that is durable, and a page comes with all its ancestors: a batch may be larger
+        than the room that the file has beside the tier. It takes what is free, and then what it freed itself.
         """
         self._commit_at_once(BlobBatch(delete=batch.delete))
         step = BlobBatch()
@@ -199,61 +202,59 @@ class BlobFile:
                 time.sleep(_STEP_WAIT_S)
         return self._commit_at_once(batch)
 
-    def _apply(self, txn: lmdb.Transaction, batch: BlobBatch) -> None:
-        for number, blob, stored in batch.delete:
-            for extent in range(self._extent_count(stored)):
-                txn.delete(_KEY.pack(number, blob, extent))
-        for number, blob, data in batch.put:
-            for extent, offset in enumerate(range(0, len(data), self.extent_bytes)):
-                piece: memoryview | bytes = data[offset : offset + self.extent_bytes]
-                if len(piece) < self.extent_bytes:
-                    piece = bytes(piece).ljust(self.extent_bytes, b"\0")
-                txn.put(_KEY.pack(number, blob, extent), piece)
+    def drop_namespace(self, number: int, batch: int = 4096) -> None:
+        """Delete all blobs of a namespace, in bounded transactions."""
+        more = True
+        while more:
+            freed, more = self._index.delete_some(number, batch)
+            self._free(freed)
+
+    # --- reading -------------------------------------------------------------------------------------------------------
 
     def read(
         self, number: int, blob: bytes, layout: SliceLayout, target: memoryview, *, uncached: bool = False, arrived: Arrived | None = None
     ) -> None:
         """Copy a blob's stored form into `target` and verify all of it: its end and digest table first, then its slices, in order.
 
-        `arrived` is told, about every two MiB until the end, how many slices are there and verified. With `uncached`, the disk is asked
-        and not the page cache, as far as the system allows. Raises NotFound if an extent is missing, Corrupt if the bytes are not the
-        blob's, Unreadable if the disk gives an error, Busy if the system has no memory or descriptors for it now.
+        What `target` has behind it, to the end of a block, may be written to. `arrived` is told, about every two MiB until the end, how
+        many slices are there and verified. With `uncached`, the disk is asked and not the page cache, as far as the system allows. Raises
+        NotFound if there is no such blob, Corrupt if the bytes are not the blob's, Unreadable if the disk gives an error, Busy if the
+        system has no memory or descriptors for it now.
         """
         try:
-            with self._gate.shared():
-                self._fill(number, blob, layout, target, arrived, uncached=uncached)
+            with self._gate.shared(), self._blocks.reading():
+                self._fill(self._find(number, blob, stored_bytes(layout)), blob, layout, target, arrived, uncached=uncached)
         except (lmdb.Error, Damaged) as error:
-            if isinstance(error, (*STRUCTURAL, Damaged)) and not self._readonly:
-                mark_damaged(self._path)
+            if isinstance(error, (*STRUCTURAL, Damaged)):
+                self.mark_damaged()
             raise Corrupt(f"blob {blob.hex()} can't be read: {error}") from error
         except OSError as error:
             if error.errno in _NOT_THE_DISK:
                 raise Busy(f"blob {blob.hex()} can't be read now: {error}", retry_after_ms=1000) from error
             raise Unreadable(f"blob {blob.hex()} can't be read: {error}") from error
 
-    def _fill(self, number: int, blob: bytes, layout: SliceLayout, out: memoryview, arrived: Arrived | None, *, uncached: bool) -> None:
-        """Not through LMDB's map: an I/O error is an error then, not the end of the process."""
-        for _ in range(_MOST_TRIES):
-            with self._env.begin() as txn:  # until it ends, what is in the file stays as it is
-                try:
-                    places = find_values(self._file.fd, txn.id(), _KEY.pack(number, blob, 0)[:-2], self._page_bytes)
-                except Overtaken:  # there were two commits since it began
-                    continue
-                self._check_places(number, blob, len(out), places)
-                self._fill_from(places, blob, layout, out, arrived, uncached=uncached)
-                return
-        raise Unreadable(f"blob {blob.hex()}: {_MOST_TRIES} times the file was written to twice while it was looked for")
+    def _find(self, number: int, blob: bytes, nbytes: int) -> Sequence[Extent]:
+        key = blob_key(number, blob)
+        value = self._index.find(key)
+        if value is None:
+            raise NotFound(f"blob {blob.hex()} is not on SSD")
+        record = decode_record(key, value)
+        if record is None:
+            raise Corrupt(f"blob {blob.hex()}: its record in the index does not verify")
+        if sum(extent.blocks for extent in record.extents) != blocks_for(nbytes):
+            raise Corrupt(f"blob {blob.hex()}: its extents on SSD are not as large as it is")
+        return record.extents
 
-    def _fill_from(
-        self, places: list[Place], blob: bytes, layout: SliceLayout, out: memoryview, arrived: Arrived | None, *, uncached: bool
+    def _fill(
+        self, extents: Sequence[Extent], blob: bytes, layout: SliceLayout, out: memoryview, arrived: Arrived | None, *, uncached: bool
     ) -> None:  # fmt: skip
-        pieces = pieces_to_read(layout, len(out))
+        pieces = pieces_to_read(layout, stored_bytes(layout))
         table_tried, table_good = threading.Event(), False
 
         def read_end() -> None:
             nonlocal table_good
             try:
-                self._file.read(places, pieces[0].start, pieces[0].end, out, uncached=uncached)
+                self._extents.read(extents, pieces[0].start, pieces[0].end, out, uncached=uncached)
                 verify_table(blob, layout, out)
                 table_good = True
             finally:
@@ -262,7 +263,7 @@ class BlobFile:
         def read(number: int) -> None:
             piece = pieces[number]
             if number:
-                self._file.read(places, piece.start, piece.end, out, uncached=uncached)
+                self._extents.read(extents, piece.start, piece.end, out, uncached=uncached)
                 table_tried.wait()  # it was begun before, so somebody reads it
             else:
                 read_end()
@@ -275,71 +276,30 @@ class BlobFile:
 
         Together(len(pieces), read, upto).run(self._partners)
 
-    def _check_places(self, number: int, blob: bytes, nbytes: int, places: list[Place]) -> None:
-        """Raise NotFound unless all extents of a blob were found, Corrupt if one is too short."""
-        for extent, offset in enumerate(range(0, nbytes, self.extent_bytes)):
-            if extent >= len(places) or places[extent].key != _KEY.pack(number, blob, extent):
-                raise NotFound(f"blob {blob.hex()} is not on SSD")
-            if places[extent].nbytes < min(self.extent_bytes, nbytes - offset):
-                raise Corrupt(f"blob {blob.hex()}: extent {extent} on SSD is cut short")
+    # --- what there is -------------------------------------------------------------------------------------------------
 
     def stored_blobs(self, number: int, after: bytes = b"", limit: int = 1 << 62) -> list[tuple[bytes, int]]:
-        """The next (blob id, extents) of a namespace as the file has them, in order of id, behind the id `after`. Raises lmdb.Error.
+        """The next (blob id, bytes it takes up) of a namespace as the index has them, by id, behind the id `after`. Raises lmdb.Error.
 
-        Only LMDB's index is read: a cursor of its own looks at the first page of each extent, a read of the disk each.
+        A blob whose record does not verify takes up nothing.
         """
         found: list[tuple[bytes, int]] = []
         try:
             with self._gate.shared():
-                while len(found) < limit and (some := self._next_blobs(number, found[-1][0] if found else after)):
-                    found += some
+                while len(found) < limit and (some := self._index.next_blobs(number, found[-1][0] if found else after)):
+                    found += [(blob_of(key), _footprint(key, value)) for key, value in some]
         except Damaged as error:
             raise lmdb.CorruptedError(f"the blobs of namespace {number} can't be looked through: {error}") from error
         except OSError as error:
             raise lmdb.DiskError(f"the blobs of namespace {number} can't be looked through: {error}") from error
         return found[:limit]
 
-    def _next_blobs(self, number: int, after: bytes) -> list[tuple[bytes, int]]:
-        """Some of the next blobs and their extents; none if there are none."""
-        prefix = number.to_bytes(4, "big")
-        start = prefix + after + b"\xff\xff\xff" if after else prefix
-        for _ in range(_MOST_TRIES):
-            with self._env.begin() as txn:
-                try:
-                    places = find_values(self._file.fd, txn.id(), prefix, self._page_bytes, start=start, most=_KEYS_AT_ONCE)
-                    break
-                except Overtaken:  # there were two commits since it began
-                    continue
-        else:
-            raise Damaged(f"{_MOST_TRIES} times the file was written to twice while it was begun")
-        extents = Counter(place.key[4:20] for place in places)
-        for before, blob in pairwise([after, *extents]):
-            check_order(blob, before + b"\0")
-        if len(places) == _KEYS_AT_ONCE:
-            extents.popitem()  # the rest of it may be still to come
-        return list(extents.items())
-
     def namespace_numbers(self) -> list[int]:
-        """The namespace numbers that have extents in the file."""
-        numbers = []
-        with self._gate.shared(), self._env.begin() as txn, txn.cursor() as cursor:
-            start = b""
-            while cursor.set_range(start):
-                numbers.append(int.from_bytes(check_order(cursor.key(), start)[:4], "big"))
-                if numbers[-1] == 0xFFFFFFFF:
-                    break
-                start = (numbers[-1] + 1).to_bytes(4, "big")
-        return numbers
+        """The namespace numbers that have blobs on SSD."""
+        with self._gate.shared():
+            return self._index.namespace_numbers()
 
-    def drop_namespace(self, number: int, batch: int = 4096) -> None:
-        """Delete all extents of a namespace, in bounded transactions."""
-        prefix = number.to_bytes(4, "big")
-        more = True
-        while more:
-            deleted = 0
-            with writing(self._env, self._path) as txn, txn.cursor() as cursor:
-                more = cursor.set_range(prefix) and cursor.key()[:4] == prefix
-                while more and deleted < batch:
-                    deleted += cursor.delete()
-                    more = cursor.key()[:4] == prefix
-            self._extents = self._env.stat()["entries"]
+
+def _footprint(key: bytes, value: bytes) -> int:
+    record = decode_record(key, value)
+    return 0 if record is None else BLOCK_BYTES * sum(extent.blocks for extent in record.extents)

@@ -1,4 +1,4 @@
-"""Flipped bits in the three LMDB files of a stopped daemon: it starts, serves no wrong byte, and goes on. `make flips`: 300 trials."""
+"""Flipped bits in the files of a stopped daemon: it starts, serves no wrong byte, and goes on. `make flips`: 300 trials."""
 
 import contextlib
 import os
@@ -24,8 +24,9 @@ CONTEXTS = range(0, 300, 10)
 DROPPED = range(300, 400, 10)
 """Contexts of which only the recipes are there."""
 PAGES, RECIPES = 4 * len(CONTEXTS), 4 * len(DROPPED)
-_ALL = ("journal", "blobs", "recipes")
-_FILES = (("journal", "recipes"), ("blobs",), _ALL, ("recipes",), ("journal",))
+_JOURNAL, _INDEX, _EXTENTS, _RECIPES = "journal/data.mdb", "blobs/data.mdb", "blobs.extents", "recipes/data.mdb"
+_ALL = (_JOURNAL, _INDEX, _EXTENTS, _RECIPES)
+_FILES = ((_JOURNAL, _RECIPES), (_INDEX,), _ALL, (_RECIPES,), (_JOURNAL,), (_EXTENTS,))
 _META_BYTES = 2 * 4096
 
 
@@ -122,7 +123,7 @@ def test_flipped_bits(data_dir: Path, tmp_path: Path) -> None:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(data_dir, copy)
         for name in names:
-            flip(copy / name / "data.mdb", rng)
+            flip(copy / name, rng)
         try:
             found.append(read_all(copy, 5000, may_refuse=True, deaths=len(names)))
             if names == _ALL:

@@ -1,4 +1,4 @@
-/* Makes reads and writes of LMDB data files fail, or hang, while files of certain names are in the folder FAULTS. */
+/* Makes reads and writes of the store's files fail, or hang, while files of certain names are in the folder FAULTS. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -21,7 +21,7 @@ static int ours(int fd) {
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, target, sizeof target - 1);
     if (length < 8) return 0;
-    return memcmp(target + length - 8, "data.mdb", 8) == 0;
+    return memcmp(target + length - 8, "data.mdb", 8) == 0 || memcmp(target + length - 8, ".extents", 8) == 0;
 }
 
 static int fails(int fd, const char *kind) {

@@ -34,7 +34,7 @@ def test_large_blobs_come_from_ssd(cold: Path) -> None:
 
 
 def test_a_page_whose_last_slice_is_bad_is_an_error_and_then_a_miss(cold: Path) -> None:
-    file = cold / "blobs" / "data.mdb"
+    file = cold / "blobs.extents"
     data = file.read_bytes()
     place = data.find(CONTENT[2 * len(DATA) - MIB + 5000 : 2 * len(DATA) - MIB + 5064].tobytes())  # in the last slice of the second page
     assert place > 0

@@ -49,7 +49,7 @@ class Load(threading.Thread):
 
 
 class SyncPoints:
-    """A shim around the sync of both LMDB files: each time one returns, the files are copied as they are."""
+    """A shim around the commits of both: each time one returns, the files are copied as they are."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, data_dir: Path, copies: Path) -> None:
         self.copies = copies
@@ -114,6 +114,7 @@ async def test_a_power_cut_in_the_middle_of_a_sync(tmp_path: Path, monkeypatch: 
         shutil.copytree(points.copies / str(point), torn)
         for name in ("journal", "blobs"):
             tear(torn / name / "data.mdb", points.copies / str(point + 1) / name / "data.mdb", rng)
+        tear(torn / "blobs.extents", points.copies / str(point + 1) / "blobs.extents", rng, meta_pages=0)
         await survivors_hold(torn, points.acknowledged[point + 1])
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.doctor import Setup, read_facts
-from kvstore.doctor.checks import extents
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, fetch_checked, open_namespace
@@ -47,31 +45,10 @@ def test_after_two_starts_that_died_while_loading_the_journal_is_salvaged(data_d
             assert not (data_dir / "loading").exists()
 
 
-def test_another_extent_is_refused_while_there_are_extents(data_dir: Path) -> None:
-    """Blobs are cut into extents of one size: with another they would not verify, and what was durable would be lost."""
-    sizes = ("--dram", "4MiB", "--ssd", "16MiB")
-    large, small = {"KVSTORE_EXTENT": "69616"}, {"KVSTORE_EXTENT": "4080"}
-    with DaemonProcess(data_dir, *sizes, environment=small) as daemon, Client(daemon.endpoint) as client:
-        open_namespace(client).put(context(1), content(context(1)), durable=True)
-    refused = DaemonProcess(data_dir, *sizes, environment=large)
-    assert refused.wait_exit(20) == 2
-    assert "has extents of 4080 bytes, which is fixed as long as there is something in it, and `extent` is 69616" in refused.lines[-1]
-    assert "set extent = 4080" in refused.lines[-1]
-    for extent, verdict in ((69616, "bad"), (4080, "ok")):
-        setup = Setup(data_dir, 4 << 20, 16 << 20, 1 << 20, 100, extent=extent)
-        finding = extents(read_facts(setup))
-        assert (finding.verdict, "set extent = 4080" in finding.why) == (verdict, verdict == "bad")
-    with DaemonProcess(data_dir, *sizes, environment=small) as daemon, Client(daemon.endpoint) as client:
-        assert fetch_checked(open_namespace(client), context(1)) == 4
-        open_namespace(client).drop()
-    with DaemonProcess(data_dir, *sizes, environment=large):
-        pass
-
-
 def test_a_newer_format_is_refused_untouched(data_dir: Path) -> None:
     with DaemonProcess(data_dir, "--ssd", "16MiB"):
         pass
-    (data_dir / "format.json").write_text(json.dumps({"format": 2}))
+    (data_dir / "format.json").write_text(json.dumps({"format": 3}))
     before = (data_dir / "journal" / "data.mdb").read_bytes()
     assert "format 2" in last_words(data_dir)
     assert (data_dir / "journal" / "data.mdb").read_bytes() == before

@@ -272,11 +272,11 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["journal", "blobs"])
+@pytest.mark.parametrize("name", ["journal/data.mdb", "blobs/data.mdb", "blobs.extents"])
 @pytest.mark.parametrize("kept", [0.9, 0.3, 100])
 def test_files_cut_short(filled: Path, tmp_path: Path, name: str, kept: float) -> None:
     shutil.copytree(filled, tmp_path / "data")
-    file = tmp_path / "data" / name / "data.mdb"
+    file = tmp_path / "data" / name
     size = file.stat().st_size
     os.truncate(file, int(kept * size) if kept < 1 else int(kept))
     with DaemonProcess(tmp_path / "data", *SIZES) as daemon, Client(daemon.endpoint) as client:
@@ -292,7 +292,7 @@ def test_files_cut_short(filled: Path, tmp_path: Path, name: str, kept: float) -
         assert found < 60 * PAGE_COUNT
         namespace.put(context(5000), content(context(5000)), durable=True)
         assert fetch_checked(namespace, context(5000)) == PAGE_COUNT
-    assert (tmp_path / "data" / f"{name}.damaged").exists()
+    assert (tmp_path / "data" / f"{Path(name).parent}.damaged").exists() is (Path(name).suffix == ".mdb")
 
 
 def test_many_flipped_bits(filled: Path, tmp_path: Path) -> None:
@@ -300,8 +300,8 @@ def test_many_flipped_bits(filled: Path, tmp_path: Path) -> None:
     for trial in range(4):
         copy = tmp_path / str(trial)
         shutil.copytree(filled, copy)
-        for name in ("journal", "blobs"):
-            file = copy / name / "data.mdb"
+        for name in ("journal/data.mdb", "blobs/data.mdb", "blobs.extents"):
+            file = copy / name
             data = bytearray(file.read_bytes())
             for bit in rng.integers(8 * 8192, len(data) * 8, 200).tolist():
                 data[bit // 8] ^= 1 << bit % 8

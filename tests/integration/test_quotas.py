@@ -20,7 +20,7 @@ from tests.integration.pages import SPEC, content, context, fetch_checked
 from tests.integration.raw import RawClient, stat, wait_for_baseline
 from tests.integration.secured import ADMIN, ALICE, BOB, TOKENS, write_tokens
 
-DRAM, SSD, IN_FLIGHT, CONNECTIONS = 1 << 20, 2 << 20, 512 << 10, 4
+DRAM, SSD, IN_FLIGHT, CONNECTIONS = 1 << 20, 1 << 20, 512 << 10, 4
 QUOTAS = f"""
 [tenants.alice]
 dram = {DRAM}
@@ -109,7 +109,7 @@ def test_ssd_makes_room_among_its_own(limited: DaemonProcess, alice: Client) -> 
         fill(his, 25, durable=True)
         before = used(limited, "ssd", BOB)
         hers = alice.namespace("hers", "f", SPEC, retention_s=0)
-        for n in range(20):  # 80 pages, where 30 fit
+        for n in range(20):  # 80 pages, where 51 fit
             fill(hers, 1, durable=True, first=n)
             assert 0 < used(limited, "ssd") <= SSD
         assert used(limited, "ssd", BOB) == before > 0
@@ -120,7 +120,7 @@ def test_ssd_makes_room_among_its_own(limited: DaemonProcess, alice: Client) -> 
 def test_ssd_that_is_all_retained_is_no_space(limited: DaemonProcess, alice: Client) -> None:
     hers = alice.namespace("hers", "f", SPEC)
     with pytest.raises(NoSpace, match=r"the quota of \d+ bytes on SSD \(`ssd` of alice\) is full"):
-        fill(hers, 10, durable=True)
+        fill(hers, 20, durable=True)
     assert used(limited, "ssd") <= SSD
     fill(hers, 2, first=20)  # memory is another matter
     assert fetch_checked(hers, context(200)) == 4

@@ -21,7 +21,7 @@ from kvstore_client import AsyncClient, ConnectionLost
 FILE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
 REQUESTS = 300
 SPEC = KVSpec(1, (Component("full", 4, 1, 64),))
-SLOT, EXTENT = 1280, 4080
+SLOT, BLOCK = 1280, 4096
 """What a page takes up in DRAM and on SSD."""
 HIGH, LOW = 0.99, 0.97
 
@@ -57,7 +57,7 @@ def trace() -> Trace:
 @contextlib.asynccontextmanager
 async def daemon_with(clock: Clock, data_dir: Path, dram: int, ssd: int, policy: str, admission: str) -> AsyncIterator[AsyncClient]:
     """A daemon in this process, which can so be given a clock; a client of it over its socket."""
-    flags = {"data_dir": data_dir, "port": 0, "http_port": 0, "dram": dram, "ssd": ssd, "extent": EXTENT, "policy": policy}
+    flags = {"data_dir": data_dir, "port": 0, "http_port": 0, "dram": dram, "ssd": ssd, "policy": policy}
     flags |= {"ssd_admission": admission}
     config = load_config({**flags, "high_watermark": HIGH, "low_watermark": LOW, "shutdown_timeout": 5.0}, environment={})
     stop = asyncio.Event()
@@ -104,13 +104,13 @@ async def replay(trace: Trace, clock: TraceClock, client: AsyncClient) -> int:
 async def test_the_daemon_hits_what_the_lab_says(trace: Trace, tmp_path: Path, policy: str, admission: str) -> None:
     """What is refused on SSD depends on little in so short an excerpt: of that is asked only that it costs nothing."""
     unique = trace.unique_pages
-    dram, ssd = unique * 15 // 100 * SLOT, unique * 30 // 100 * EXTENT
+    dram, ssd = unique * 15 // 100 * SLOT, unique * 30 // 100 * BLOCK
     clock = TraceClock()
     async with daemon_with(clock, tmp_path / "d", dram, ssd, policy, admission) as client:
         async with asyncio.timeout(250):
             hits = await replay(trace, clock, client)
     lab = Comparison(trace, batch=HIGH - LOW, hints=False, ssd_loss=None)
-    said = lab.run(policy, int(dram * HIGH), ssd * SLOT // EXTENT).hit_ratio
+    said = lab.run(policy, int(dram * HIGH), ssd * SLOT // BLOCK).hit_ratio
     assert said > 0.04, "nothing is hit: this test shows nothing"
     print(f"{policy}: {hits / int(trace.ends[-1]):.4f} by the daemon, {said:.4f} by the lab, {unique} different pages")
     if admission == "all":

@@ -13,10 +13,11 @@ import pytest
 from kvstore.digests import slice_digest
 from kvstore.errors import Cancelled, Corrupt
 from kvstore.kvspec import Component, KVSpec, PartRange
-from kvstore.lmdb_find import Place
 from kvstore.store import Ack, Held, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.checking.check import check
-from kvstore.tiers.extents import ExtentFile
+from kvstore.tiers.extent_file import ExtentFile
+from kvstore.tiers.free_space import Extent
+from kvstore.tiers.ssd import extents_beside
 from tests.store.test_store import OWNER, config
 
 MIB = 1 << 20
@@ -43,10 +44,10 @@ def stopping_before(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[th
     """Reads from SSD wait at the slice of this number until the event is set; the last slice is read first, with the digest table."""
     read, gate = ExtentFile.read, threading.Event()
 
-    def gated(self: ExtentFile, places: Sequence[Place], start: int, end: int, out: memoryview, *, uncached: bool) -> None:
+    def gated(self: ExtentFile, extents: Sequence[Extent], start: int, end: int, out: memoryview, *, uncached: bool) -> None:
         if number * MIB < end <= len(DATA):
             gate.wait(20)
-        read(self, places, start, end, out, uncached=uncached)
+        read(self, extents, start, end, out, uncached=uncached)
 
     with monkeypatch.context() as patch:
         patch.setattr(ExtentFile, "read", gated)
@@ -73,7 +74,7 @@ def large_store(folder: Path, **changes: Any) -> Store:
 
 def damage(folder: Path, number: int) -> None:
     """Change a byte on SSD in the middle of a slice."""
-    file = folder / "d" / "blobs" / "data.mdb"
+    file = extents_beside(folder / "d" / "blobs")
     found = file.read_bytes().find(DATA[number * MIB + 4096 : number * MIB + 4096 + 64])
     assert found > 0
     with file.open("r+b") as data:

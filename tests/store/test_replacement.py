@@ -31,7 +31,7 @@ async def _fits(putting: Awaitable[object]) -> bool:
 async def test_a_durable_page_outlives_parts_that_were_added_to_it(tmp_path: Path, policy: str) -> None:
     """SSD is full of what is retained, and DRAM is wanted: what was added in memory goes, what was promised stays."""
     settings = StoreConfig(
-        data_dir=tmp_path / "d", dram_bytes=40 * 5000, ssd_bytes=30 * 5000, max_pages=20_000, segment_bytes=20_000, extent_bytes=4080,
+        data_dir=tmp_path / "d", dram_bytes=40 * 5000, ssd_bytes=30 * 5000, max_pages=20_000, segment_bytes=20_000,
         put_wait_s=0.3, journal_bytes=64 << 20, watermarks=Watermarks(0.8, 0.6), policy=policy,
     )  # fmt: skip
     async with Store(settings) as store:

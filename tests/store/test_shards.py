@@ -114,7 +114,7 @@ async def fetch_page(store: Store, space: Space, match: Match, page: int, wanted
 
 def config(data_dir: Path, **changes: Any) -> StoreConfig:
     defaults: dict[str, Any] = {
-        "dram_bytes": 160_000, "ssd_bytes": 260_000, "max_pages": 20_000, "segment_bytes": 10_000, "extent_bytes": 4080,
+        "dram_bytes": 160_000, "ssd_bytes": 260_000, "max_pages": 20_000, "segment_bytes": 10_000,
         "put_wait_s": 0.2, "journal_bytes": 64 << 20, "watermarks": Watermarks(0.8, 0.6), "max_ghosts": 20,
     }  # fmt: skip
     return StoreConfig(data_dir=data_dir, **{**defaults, **changes})

@@ -34,7 +34,7 @@ Prefix = tuple[int, ...]
 
 def config(data_dir: Path, **changes: Any) -> StoreConfig:
     defaults: dict[str, Any] = {
-        "dram_bytes": 40 * 5000, "ssd_bytes": 60 * 5000, "max_pages": 20_000, "segment_bytes": 20_000, "extent_bytes": 4080,
+        "dram_bytes": 40 * 5000, "ssd_bytes": 60 * 5000, "max_pages": 20_000, "segment_bytes": 20_000,
         "put_wait_s": 0.2, "journal_bytes": 64 << 20, "watermarks": Watermarks(0.8, 0.6),
     }  # fmt: skip
     return StoreConfig(data_dir=data_dir, **{**defaults, **changes})

@@ -25,7 +25,7 @@ SMALL, LARGE = 700, 4_500
 def config(data_dir: Path, move_share: float = 0.5) -> StoreConfig:
     """A DRAM tier in which nothing needs to be evicted below 97%."""
     return StoreConfig(
-        data_dir=data_dir, dram_bytes=2 << 20, ssd_bytes=16 << 20, max_pages=20_000, extent_bytes=4080, journal_bytes=64 << 20,
+        data_dir=data_dir, dram_bytes=2 << 20, ssd_bytes=16 << 20, max_pages=20_000, journal_bytes=64 << 20,
         watermarks=Watermarks(0.97, 0.96), shutdown_s=0.0, put_wait_s=5.0, move_share=move_share,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Reading past the page cache: the same bytes as ever, and a way on where the file system can't."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Busy, Corrupt
 from kvstore.kvspec import SliceLayout
 from kvstore.tiers.direct import LARGEST_READ, DirectFile
-from kvstore.tiers.ssd import BlobBatch, BlobFile
+from kvstore.tiers.ssd import BlobBatch, BlobFile, extents_beside
 
 MIB = 1 << 20
 LAYOUT = SliceLayout((MIB,) * 5)
@@ -24,6 +25,11 @@ def forget(path: Path) -> None:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
+
+
+def is_direct(fd: int) -> bool:
+    """Whether a file was opened to be read past the page cache."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 @pytest.fixture
@@ -56,11 +62,11 @@ def test_without_memory_it_is_read_otherwise(tmp_path: Path, monkeypatch: pytest
     blob_file = BlobFile(tmp_path, 64 * MIB)
     blob, stored = make_blob()
     blob_file.commit(BlobBatch(put=[(1, blob, stored)]))
-    forget(tmp_path / "data.mdb")
+    forget(extents_beside(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr("kvstore.tiers.direct._make_buffer", no_memory)
         assert read(blob_file, blob) == stored
-        forget(tmp_path / "data.mdb")
+        forget(extents_beside(tmp_path))
         patch.setattr(os, "preadv", no_memory)
         with pytest.raises(Busy, match="can't be read now"):  # it is not lost
             read(blob_file, blob)
@@ -94,7 +100,7 @@ def test_a_file_system_that_refuses_is_read_otherwise(tmp_path: Path, monkeypatc
         return real_open(path, flags, *more)
 
     def refuse_read(fd: int, buffers: list[memoryview], at: int) -> int:
-        if len(buffers[0]) > MIB:
+        if is_direct(fd):
             raise OSError(errno.EINVAL, "no O_DIRECT")
         return real_preadv(fd, buffers, at)
 
@@ -103,7 +109,7 @@ def test_a_file_system_that_refuses_is_read_otherwise(tmp_path: Path, monkeypatc
             patch.setattr(os, name, refuse)
             blob_file = BlobFile(tmp_path / name, 64 * MIB)
             blob_file.commit(BlobBatch(put=[(1, blob, stored)]))
-            forget(tmp_path / name / "data.mdb")
+            forget(extents_beside(tmp_path / name))
             assert read(blob_file, blob) == stored
             blob_file.close()
 
@@ -114,12 +120,12 @@ def test_a_read_that_comes_short_is_no_end_of_the_file(tmp_path: Path, monkeypat
     blob_file = BlobFile(tmp_path, 64 * MIB)
     blob, stored = make_blob()
     blob_file.commit(BlobBatch(put=[(1, blob, stored)]))
-    forget(tmp_path / "data.mdb")
+    forget(extents_beside(tmp_path))
     real_preadv, short = os.preadv, 0
 
     def come_short(fd: int, buffers: list[memoryview], at: int) -> int:
         nonlocal short
-        if len(buffers[0]) > MIB:
+        if is_direct(fd):
             short += 1
             return min(nbytes, real_preadv(fd, buffers, at))
         return real_preadv(fd, buffers, at)
@@ -136,9 +142,9 @@ def test_a_blob_file_that_was_cut_short_is_known_as_such(tmp_path: Path) -> None
     blob_file = BlobFile(tmp_path, 64 * MIB)
     blob, stored = make_blob()
     blob_file.commit(BlobBatch(put=[(1, blob, stored)]))
-    at = (tmp_path / "data.mdb").read_bytes().index(stored[4 * MIB : 4 * MIB + 64].tobytes())
-    os.truncate(tmp_path / "data.mdb", at)
-    forget(tmp_path / "data.mdb")
+    at = extents_beside(tmp_path).read_bytes().index(stored[4 * MIB : 4 * MIB + 64].tobytes())
+    os.truncate(extents_beside(tmp_path), at)
+    forget(extents_beside(tmp_path))
     with pytest.raises(Corrupt, match="ends at"):
         read(blob_file, blob)
     blob_file.close()
@@ -168,7 +174,7 @@ def test_large_blobs_come_back_wherever_their_extents_lie(tmp_path: Path) -> Non
         blob_file.commit(BlobBatch(put=[(1, blob, stored)]))
         for cold in (True, False, True):
             if cold:
-                forget(tmp_path / "data.mdb")
+                forget(extents_beside(tmp_path))
             arrived: list[int] = []
             assert read(blob_file, blob, arrived) == stored
             assert arrived == sorted(set(arrived))
@@ -181,20 +187,20 @@ def test_changed_bytes_of_a_large_blob_are_never_given_out(tmp_path: Path, *, co
     blob_file = BlobFile(tmp_path, 64 * MIB)
     blob, stored = make_blob()
     blob_file.commit(BlobBatch(put=[(1, blob, stored)]))
-    data = (tmp_path / "data.mdb").read_bytes()
+    data = extents_beside(tmp_path).read_bytes()
     for number in range(6):  # in each slice, and in the digest table
         start = number * MIB + 500 if number < 5 else 5 * MIB
         at = data.index(stored[start : start + 64].tobytes())
-        with (tmp_path / "data.mdb").open("r+b") as file:
+        with extents_beside(tmp_path).open("r+b") as file:
             file.seek(at)
             file.write(bytes([data[at] ^ 1]))
         if cold:
-            forget(tmp_path / "data.mdb")
+            forget(extents_beside(tmp_path))
         arrived: list[int] = []
         with pytest.raises(Corrupt):
             read(blob_file, blob, arrived)
         assert all(count <= number for count in arrived)
-        with (tmp_path / "data.mdb").open("r+b") as file:
+        with extents_beside(tmp_path).open("r+b") as file:
             file.seek(at)
             file.write(data[at : at + 1])
     assert read(blob_file, blob) == stored

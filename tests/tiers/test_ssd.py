@@ -9,7 +9,7 @@ import pytest
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.tiers.ssd import BlobBatch, BlobFile
+from kvstore.tiers.ssd import BlobBatch, BlobFile, extents_beside
 from kvstore.tiers.stored import verify_stored
 
 LAYOUT = SliceLayout((5000, 5000, 3000))
@@ -23,7 +23,7 @@ def make(seed: int, layout: SliceLayout = LAYOUT) -> tuple[bytes, memoryview]:
 
 @pytest.fixture
 def blob_file(tmp_path: Path) -> BlobFile:
-    return BlobFile(tmp_path, 16 << 20, extent_bytes=4080)
+    return BlobFile(tmp_path, 16 << 20)
 
 
 def read(blob_file: BlobFile, number: int, blob: bytes) -> bytes:
@@ -75,7 +75,7 @@ def test_a_count_that_can_not_be_is_mended(blob_file: BlobFile, tmp_path: Path) 
     for meta in (0, 4096):
         data[meta + 124] ^= 1  # bit 32 of the count
     (tmp_path / "data.mdb").write_bytes(data)
-    mended = BlobFile(tmp_path, 16 << 20, extent_bytes=4080)
+    mended = BlobFile(tmp_path, 16 << 20)
     assert mended.usage().used == used
     assert all(read(mended, 1, blob) == bytes(stored) for blob, stored in made)
 
@@ -89,7 +89,7 @@ def test_a_lost_meta_page_costs_nothing(blob_file: BlobFile, tmp_path: Path) -> 
     data = bytearray((tmp_path / "data.mdb").read_bytes())
     data[16 + 4 + 2] ^= 8
     (tmp_path / "data.mdb").write_bytes(data)
-    mended = BlobFile(tmp_path, 16 << 20, extent_bytes=4080)
+    mended = BlobFile(tmp_path, 16 << 20)
     assert sum(read(mended, 1, blob) == bytes(stored) for blob, stored in made[:-1]) == len(made) - 1
 
 
@@ -99,7 +99,7 @@ def test_deleted_space_is_used_again_without_growth(blob_file: BlobFile, tmp_pat
         old = [make(generation * 50 + i) for i in range(50)]
         blob_file.commit(BlobBatch(put=[(1, *m) for m in old]))
         blob_file.commit(BlobBatch(delete=[(1, blob, len(data)) for blob, data in old]))
-        sizes.append((tmp_path / "data.mdb").stat().st_size)
+        sizes.append(extents_beside(tmp_path).stat().st_size)
     assert sizes[-1] <= 1.1 * sizes[4]
 
 
@@ -132,7 +132,7 @@ def test_a_short_extent_is_noticed(blob_file: BlobFile, tmp_path: Path) -> None:
         assert cursor.first()
         cursor.put(cursor.key(), b"short")
     with pytest.raises(Corrupt):
-        read(BlobFile(tmp_path, 16 << 20, extent_bytes=4080), 1, blob)
+        read(BlobFile(tmp_path, 16 << 20), 1, blob)
 
 
 def test_the_whole_table_counts() -> None:
@@ -145,9 +145,9 @@ def test_the_whole_table_counts() -> None:
 def test_blobs_are_listed_in_order_in_parts_and_whole(blob_file: BlobFile, monkeypatch: pytest.MonkeyPatch) -> None:
     made = sorted((make(i) for i in range(30)), key=lambda m: m[0])
     blob_file.commit(BlobBatch(put=[(number, *m) for m in made for number in (1, 2)]))
-    expected = [(blob, -(-len(data) // blob_file.extent_bytes)) for blob, data in made]
+    expected = [(blob, blob_file.footprint(len(data))) for blob, data in made]
     assert blob_file.stored_blobs(1) == expected
-    monkeypatch.setattr("kvstore.tiers.ssd._KEYS_AT_ONCE", 1 + max(extents for _, extents in expected))
+    monkeypatch.setattr("kvstore.tiers.blob_index._AT_ONCE", 7)
     assert blob_file.stored_blobs(1) == expected
     assert blob_file.stored_blobs(2, expected[6][0], 9) == expected[7:16]
     assert blob_file.stored_blobs(1, expected[-1][0]) == []

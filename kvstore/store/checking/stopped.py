@@ -225,21 +225,20 @@ class _Check:
 
     def _note_orphans(self, blob_file: BlobFile) -> None:
         known = {space.number: space for space, _ in self._spaces}
-        count = extents = 0
+        count = taken = 0
         for number in blob_file.namespace_numbers():
             space = known.get(number)
-            for blob, pieces in blob_file.stored_blobs(number):
+            for blob, nbytes in blob_file.stored_blobs(number):
                 if space is None or space.blobs.find(blob) < 0:
-                    count, extents = count + 1, extents + pieces
+                    count, taken = count + 1, taken + nbytes
         if count and not self._report.all_read:
             self._report.notes.append(
-                f"blobs named by nothing that could be read of the journal: {count} ({extents * blob_file.extent_bytes} bytes); the daemon "
+                f"blobs named by nothing that could be read of the journal: {count} ({taken} bytes); the daemon "
                 "keeps those that are named in what its next start saves of the journal, and sweeps the others"
             )
         elif count and not any(damage.kind == "structure" for damage in self._report.damage):
             self._report.notes.append(
-                f"blobs named by no record, as a crash can leave them: {count} ({extents * blob_file.extent_bytes} bytes); "
-                "the daemon sweeps them after its next start"
+                f"blobs named by no record, as a crash can leave them: {count} ({taken} bytes); the daemon sweeps them after its next start"
             )
 
 

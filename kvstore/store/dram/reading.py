@@ -228,9 +228,10 @@ class Reading:
         if space.blobs.slot[row] != NO_SLOT:  # a put brought it while this waited for room; its copy on SSD may be gone
             self._arena.free(slot)
             return
-        arriving.view = self._arena.view(slot)[:stored]
+        place = self._arena.view(slot)
+        arriving.view = place[:stored]
         try:
-            if not await self._read(space, row, arriving.view, arriving.came) and arriving.used:
+            if not await self._read(space, row, place, arriving.came) and arriving.used:
                 await self._copy_resident(space, row, arriving.view)
         except BaseException:
             arriving.unused(lambda: self._arena.free(slot))
@@ -267,7 +268,7 @@ class Reading:
         try:
             # Shielded: the thread writes into `target` until it is done, so the slot must not be freed before.
             await finish_despite_cancel(read)
-            nbytes = len(target)
+            nbytes = space.stored_bytes(row)
         except NotFound as error:
             self._stats.corrupt_blobs += isinstance(error, Corrupt)
             if self.resident(space, row) is not None:

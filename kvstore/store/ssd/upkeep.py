@@ -76,7 +76,7 @@ class Orphans:
         loop, after, swept = asyncio.get_running_loop(), b"", 0
         while not (space.incomplete or space.dropped):
             found = await loop.run_in_executor(self._readers, self._blob_file.stored_blobs, space.number, after, _SWEEP_BLOBS)
-            orphans = [(space.number, blob, n * self._blob_file.extent_bytes) for blob, n in found if space.blobs.find(blob) < 0]
+            orphans = [(space.number, blob, nbytes) for blob, nbytes in found if space.blobs.find(blob) < 0]
             self._trash.blobs += orphans if not space.dropped else []
             swept += len(orphans)
             if len(found) < _SWEEP_BLOBS:

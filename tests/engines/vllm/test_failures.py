@@ -82,7 +82,7 @@ def kept(folder: Path) -> Iterator[Kept]:
 
 def flip(data_dir: Path, page: npt.NDArray[np.uint8]) -> None:
     """Change one bit of a page in the store's file."""
-    file = data_dir / "blobs" / "data.mdb"
+    file = data_dir / "blobs.extents"
     stored, sample = file.read_bytes(), page.reshape(-1)[1000:1064].tobytes()
     at = stored.find(sample)
     assert at >= 0, "the page is not in the file"
