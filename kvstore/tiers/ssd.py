@@ -35,8 +35,8 @@ _PARTNERS = 2
 
 _ROOM_BYTES = 256 << 20
 """And a tenth of the tier: what the file may have beside it, for what is freed and can't be written over yet."""
-_INDEX_SHARE = 16
-"""The index may have this part of the tier, and as much room beside it: a record takes 64 bytes of a block or more."""
+_INDEX_SHARE, _INDEX_ROOM_BYTES = 16, 256 << 20
+"""The index may have this part of the tier, and so many bytes: a record takes some 64 to 130 bytes, a blob a block or more."""
 _STEP_BYTES = 16 << 20
 """Written at a time where a whole batch has no room."""
 _STEP_TRIES = 10
@@ -79,7 +79,7 @@ class BlobFile:
         self._limit = blocks_for(capacity + capacity // 10 + _ROOM_BYTES)
         self._gate = Gate()
         with contextlib.ExitStack() as opened:
-            self._index = opened.enter_context(contextlib.closing(BlobIndex(path, capacity // _INDEX_SHARE + _ROOM_BYTES)))
+            self._index = opened.enter_context(contextlib.closing(BlobIndex(path, capacity // _INDEX_SHARE + _INDEX_ROOM_BYTES)))
             self._extents = opened.enter_context(contextlib.closing(ExtentFile(extents_beside(path))))
             self._look_through()
             self._partners = started_pool(_PARTNERS, "kvstore-reader-2nd")

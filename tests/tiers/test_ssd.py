@@ -1,6 +1,13 @@
 """The SSD tier on real LMDB files."""
 
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -9,6 +16,9 @@ import pytest
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
 from kvstore.errors import Corrupt, NotFound
 from kvstore.kvspec import SliceLayout
+from kvstore.tiers.blob_index import BlobIndex
+from kvstore.tiers.extent_file import ExtentFile
+from kvstore.tiers.extent_record import blob_key
 from kvstore.tiers.ssd import BlobBatch, BlobFile, extents_beside
 from kvstore.tiers.stored import verify_stored
 
@@ -124,15 +134,139 @@ def test_changed_bytes_are_never_given_out(blob_file: BlobFile, tmp_path: Path) 
             read(blob_file, 1, blob)
 
 
-def test_a_short_extent_is_noticed(blob_file: BlobFile, tmp_path: Path) -> None:
-    blob, data = make(1)
-    blob_file.commit(BlobBatch(put=[(1, blob, data)]))
+@contextmanager
+def index_of(path: Path) -> Iterator[lmdb.Transaction]:
+    """The index of a tier that is closed, to be changed."""
+    with lmdb.open(str(path), map_size=64 << 20) as env, env.begin(write=True) as txn:
+        yield txn
+
+
+@pytest.mark.parametrize("value", [b"short", bytes(36), bytes(48)])
+def test_a_record_that_does_not_verify_is_a_lost_blob(blob_file: BlobFile, tmp_path: Path, value: bytes) -> None:
+    made = [make(seed) for seed in range(3)]
+    blob_file.commit(BlobBatch(put=[(1, *one) for one in made]))
     blob_file.close()
-    with lmdb.open(str(tmp_path), map_size=64 << 20) as env, env.begin(write=True) as txn, txn.cursor() as cursor:
-        assert cursor.first()
-        cursor.put(cursor.key(), b"short")
-    with pytest.raises(Corrupt):
-        read(BlobFile(tmp_path, 16 << 20), 1, blob)
+    with index_of(tmp_path) as txn:
+        txn.put(blob_key(1, made[1][0]), value)
+    again = BlobFile(tmp_path, 16 << 20)
+    with pytest.raises(NotFound):
+        read(again, 1, made[1][0])
+    again.commit(BlobBatch(put=[(1, *made[1])]))
+    assert all(read(again, 1, blob) == bytes(data) for blob, data in made)
+    again.close()
+
+
+def test_what_is_used_is_counted_anew_at_each_start(blob_file: BlobFile, tmp_path: Path) -> None:
+    made = [make(seed) for seed in range(40)]
+    blob_file.commit(BlobBatch(put=[(seed % 3, *one) for seed, one in enumerate(made)]))
+    blob_file.commit(BlobBatch(delete=[(0, blob, len(data)) for blob, data in made[::3]]))
+    usage, free = blob_file.usage(), blob_file._blocks._space
+    blob_file._blocks.allocate([])  # takes back what was freed
+    blob_file.close()
+    again = BlobFile(tmp_path, 16 << 20)
+    assert again.usage() == usage
+    assert again._blocks._space.extents() == free.extents()
+    again.close()
+
+
+def test_of_two_records_that_name_the_same_blocks_the_later_is_right(blob_file: BlobFile, tmp_path: Path) -> None:
+    """As an old index page that was taken for a new one would have it: what is deleted then must not free another's blocks."""
+    old, new = make(1), make(2)
+    blob_file.commit(BlobBatch(put=[(1, *old)]))
+    blob_file.close()
+    with index_of(tmp_path) as txn:
+        stale = bytes(txn.get(blob_key(1, old[0])) or b"")
+    file = BlobFile(tmp_path, 16 << 20)
+    file.commit(BlobBatch(delete=[(1, old[0], len(old[1]))]))
+    file.commit(BlobBatch(put=[(1, *new)]))  # where the old one was
+    file.close()
+    with index_of(tmp_path) as txn:
+        assert bytes(txn.get(blob_key(1, new[0])) or b"")[8:20] == stale[8:20]
+        txn.put(blob_key(1, old[0]), stale)
+    file = BlobFile(tmp_path, 16 << 20)
+    assert file.stored_blobs(1) == [(new[0], file.footprint(len(new[1])))]
+    assert file.usage().used == file.footprint(len(new[1]))
+    file.commit(BlobBatch(delete=[(1, old[0], len(old[1]))]))
+    file.commit(BlobBatch(put=[(1, *make(seed)) for seed in range(3, 30)]))
+    assert read(file, 1, new[0]) == bytes(new[1])
+    file.close()
+
+
+def test_blobs_beyond_the_end_of_a_file_cut_short_free_nothing_of_others(blob_file: BlobFile, tmp_path: Path) -> None:
+    made = [make(seed) for seed in range(20)]
+    for one in made:
+        blob_file.commit(BlobBatch(put=[(1, *one)]))
+    blob_file.close()
+    os.truncate(extents_beside(tmp_path), 10 * blob_file.footprint(len(made[0][1])))
+    file = BlobFile(tmp_path, 16 << 20)
+    assert {blob for blob, _ in file.stored_blobs(1)} == {blob for blob, _ in made[:10]}
+    more = [make(seed) for seed in range(20, 40)]
+    file.commit(BlobBatch(put=[(1, *one) for one in more]))
+    file.commit(BlobBatch(delete=[(1, blob, len(data)) for blob, data in made[10:]]))
+    file.commit(BlobBatch(put=[(1, *make(seed)) for seed in range(40, 60)]))
+    assert all(read(file, 1, blob) == bytes(data) for blob, data in [*made[:10], *more])
+    file.close()
+
+
+def test_a_commit_that_fails_takes_nothing(blob_file: BlobFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, other = make(1), make(2)
+    blob_file.commit(BlobBatch(put=[(1, *kept)]))
+    usage, free = blob_file.usage(), blob_file._blocks._space.extents()
+    for owner, name in ((ExtentFile, "write"), (ExtentFile, "sync"), (BlobIndex, "commit")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(OSError, match="nput/output"):
+                blob_file.commit(BlobBatch(put=[(1, *other)], delete=[(1, kept[0], len(kept[1]))]))
+        assert (blob_file.usage(), blob_file._blocks._space.extents()) == (usage, free)
+        assert read(blob_file, 1, kept[0]) == bytes(kept[1])
+    blob_file.commit(BlobBatch(put=[(1, *other)]))
+    assert read(blob_file, 1, other[0]) == bytes(other[1])
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_blob_that_is_deleted_while_it_is_read_comes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are not written over before, though there are no others."""
+    monkeypatch.setattr("kvstore.tiers.ssd._ROOM_BYTES", 0)
+    blob, data = make(1)
+    footprint = -(-len(data) // 4096) * 4096
+    file = BlobFile(tmp_path, 10 * footprint)
+    blobs = [(blob, data), *(make(seed) for seed in range(2, 12))]
+    file.commit(BlobBatch(put=[(1, *one) for one in blobs]))
+    found, go_on, real = threading.Event(), threading.Event(), ExtentFile.read
+
+    def gated(*given: Any, **named: Any) -> None:
+        found.set()
+        go_on.wait(20)
+        real(*given, **named)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(ExtentFile, "read", gated)
+        reading = pool.submit(read, file, 1, blob)
+        assert found.wait(20)
+        file.commit(BlobBatch(delete=[(1, blob, len(data))]))
+        with pytest.raises(lmdb.MapFullError):
+            file._commit_at_once(BlobBatch(put=[(1, *make(99))]))
+        go_on.set()
+        assert reading.result() == bytes(data)
+    file.commit(BlobBatch(put=[(1, *make(99))]))
+    assert read(file, 1, make(99)[0]) == bytes(make(99)[1])
+    file.close()
+
+
+def test_an_index_with_keys_out_of_order_is_salvaged_at_the_start(blob_file: BlobFile, tmp_path: Path) -> None:
+    """LMDB's cursor might go through it for ever."""
+    made = sorted(make(seed) for seed in range(3))
+    blob_file.commit(BlobBatch(put=[(1, *one) for one in made]))
+    blob_file.close()
+    data = (tmp_path / "data.mdb").read_bytes()
+    (tmp_path / "data.mdb").write_bytes(data.replace(blob_key(1, made[1][0]), blob_key(0, made[1][0])))
+    file = BlobFile(tmp_path, 16 << 20)
+    assert all(read(file, 1, blob) == bytes(stored) for blob, stored in (made[0], made[2]))
+    assert tmp_path.with_name(tmp_path.name + ".damaged").exists()
+    file.close()
 
 
 def test_the_whole_table_counts() -> None:
