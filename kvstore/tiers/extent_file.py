@@ -20,8 +20,8 @@ _DIRECT_BYTES = 512 << 10
 """What is as large is read past the page cache; what is smaller, with what the system reads ahead."""
 _MOST_BUFFERS = 1000
 """Of one call; the system takes 1,024."""
-_MOST_WRITTEN = 16 << 20
-"""By one call, so that others find the file unlocked now and then."""
+_MOST_WRITTEN = 4 << 20
+"""By one call, about: a write holds up those who read the file."""
 _PADDING = memoryview(bytes(BLOCK_BYTES))
 
 Stretch = tuple[int, int, int]
@@ -34,7 +34,7 @@ def blocks_for(nbytes: int) -> int:
 
 
 class ExtentFile:
-    """The file, made if it is not there, for this user only. With `readonly` it is neither made nor written."""
+    """The file, made if it is not there, for this user only. With `readonly` it is neither made nor written. Raises OSError."""
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
         flags = os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT

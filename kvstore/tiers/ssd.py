@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lmdb
 
-from kvstore.errors import Busy, Corrupt, NotFound
+from kvstore.errors import Busy, Corrupt, DataDirError, NotFound
 from kvstore.kvspec import SliceLayout
 from kvstore.lmdb_files import STRUCTURAL, Gate, no_room
 from kvstore.lmdb_find import Damaged
@@ -93,10 +93,14 @@ class BlobFile:
 
     @classmethod
     def readonly(cls, path: Path) -> "BlobFile":
-        """The tier as it is, for reading only: nothing of it is changed, locked or mended."""
+        """The tier as it is, for reading only: nothing of it is changed, locked or mended. Raises DataDirError or lmdb.Error."""
         file = cls.__new__(cls)
         file._path, file._gate, file._index = path, Gate(), BlobIndex(path, readonly=True)
-        file._extents = ExtentFile(extents_beside(path), readonly=True)
+        try:
+            file._extents = ExtentFile(extents_beside(path), readonly=True)
+        except OSError as error:
+            file._index.close()
+            raise DataDirError(f"{extents_beside(path)} can't be read: {error}") from error
         file._partners = started_pool(_PARTNERS, "kvstore-reader-2nd")
         file._blocks = Blocks(FreeSpace(0))
         return file

@@ -163,10 +163,11 @@ async def test_what_a_journal_that_can_not_be_read_knew_is_not_taken_for_nothing
 async def test_a_missing_file_and_a_mark_are_damage(tmp_path: Path) -> None:
     await fill(tmp_path)
     (tmp_path / "journal" / "damaged").touch()
-    (tmp_path / "blobs" / "data.mdb").unlink()
-    report = stopped(tmp_path)
-    assert report.lost_pages == PAGES
-    assert len([d for d in report.damage if d.kind == "structure"]) == 2
+    for lost in (tmp_path / "blobs.extents", tmp_path / "blobs" / "data.mdb"):
+        lost.unlink()
+        report = stopped(tmp_path)
+        assert report.lost_pages == PAGES
+        assert len([d for d in report.damage if d.kind == "structure"]) == 2
 
 
 async def test_no_store_and_a_store_in_use_are_refused(tmp_path: Path) -> None:
