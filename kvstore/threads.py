@@ -1,12 +1,17 @@
-"""Thread pools whose threads are all there from the beginning."""
+"""Thread pools whose threads are all there from the beginning, and work that is done ahead in one."""
 
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import TypeVar
 
 from kvstore.errors import Busy
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def started_pool(count: int, name: str, *, apart: bool = False) -> ThreadPoolExecutor:
@@ -42,3 +47,15 @@ def _keep_apart(count: int) -> Callable[[], None]:
                 os.sched_setaffinity(0, share)  # of this thread
 
     return take
+
+
+def in_order(pool: Executor, work: Callable[[T], R], items: Iterable[T], ahead: int) -> Iterator[tuple[T, R]]:
+    """Each item and what became of it, in order, while the pool works on up to `ahead` that come behind it."""
+    under_way: deque[tuple[T, Future[R]]] = deque()
+    for item in items:
+        under_way.append((item, pool.submit(work, item)))
+        if len(under_way) > ahead:
+            done, future = under_way.popleft()
+            yield done, future.result()
+    for done, future in under_way:
+        yield done, future.result()

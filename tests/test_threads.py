@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from blockbuster import BlockBuster
 
 from kvstore.errors import Busy
 from kvstore.kvspec import Component, KVSpec
-from kvstore.threads import started_pool
+from kvstore.threads import in_order, started_pool
 from kvstore_client import Client
 from kvstore_workers.daemon_process import DaemonProcess
 
@@ -102,3 +103,26 @@ def _tokens(number: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
 
 def _threads(daemon: DaemonProcess) -> set[str]:
     return {entry.name for entry in Path(f"/proc/{daemon.pid}/task").iterdir()}
+
+
+def test_work_ahead_comes_in_order_and_is_bounded() -> None:
+    begun: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(20):
+            begun.append(number)
+            yield number
+
+    with started_pool(3, "ahead") as pool:
+        for number, square in in_order(pool, lambda number: number * number, items(), 4):
+            assert square == number * number
+            assert len(begun) <= number + 5
+    assert begun == list(range(20))
+
+
+def test_work_ahead_that_fails_is_told_in_its_turn() -> None:
+    with started_pool(2, "ahead") as pool:
+        results = in_order(pool, lambda number: 10 // number, [5, 2, 0, 1], 2)
+        assert [next(results), next(results)] == [(5, 2), (2, 5)]
+        with pytest.raises(ZeroDivisionError):
+            next(results)

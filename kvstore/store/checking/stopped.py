@@ -1,35 +1,27 @@
 """Checks a store that no daemon has open: the directory's lock is held meanwhile, and no byte of the data is changed."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
-import numpy as np
 
-from kvstore.digests import KEY_BYTES
 from kvstore.errors import DataDirError, KVStoreError, NotFound
 from kvstore.lmdb_files import is_marked
 from kvstore.radix.check import check as check_tree
 from kvstore.radix.journal import Journal, NamespaceRecord
-from kvstore.radix.loading import TreeLoad
 from kvstore.store.checking.check import check_blobs
 from kvstore.store.checking.verify import MAX_DAMAGE, CheckProgress, CheckReport, NamespaceChecked, check_recipes, needed_by, note_losses
 from kvstore.store.datadir import DataDir
-from kvstore.store.settings import NamespaceSettings
 from kvstore.store.space import Space
-from kvstore.store.ssd.recovery import prepare
-from kvstore.store.stats import Stats
-from kvstore.store.trash import Trash
-from kvstore.tiers.dram import Arena
+from kvstore.store.stopped import batches_of, load_stopped, rows_by_id
+from kvstore.threads import in_order
 from kvstore.tiers.ssd import BlobFile
 from kvstore.tiers.text import RecipeFile
 
 _THREADS = 4
 _BATCH_BYTES = 8 << 20
-_MIN_PAGES = 1024
 
 Bad = list[tuple[int, str]]
 """(row of the blob table, what is wrong)."""
@@ -108,24 +100,17 @@ class _Check:
             self._load_namespace(journal, record, counts.get(record.number, 0))
 
     def _load_namespace(self, journal: Journal, record: NamespaceRecord, count: int) -> None:
-        settings = NamespaceSettings.from_dict(record.settings)
-        label_bytes = settings.spec.label_words * 4 + KEY_BYTES
-        groups, lost = journal.load(record.number, record.digest, label_bytes)
-        parts = sum(group.parts.size for group in groups)
-        space = Space(record.number, settings, max(_MIN_PAGES, count, parts), Arena(0), Trash(), Stats())
-        checked = NamespaceChecked(space.id, settings.name, 0, 0, lost_keys=[key.hex() for key in lost[:20]])
+        loaded = load_stopped(journal, record, count)
+        space, plan = loaded.space, loaded.plan
+        checked = NamespaceChecked(space.id, space.settings.name, 0, 0, lost_keys=[key.hex() for key in loaded.lost[:20]])
         self._report.namespaces.append(checked)
-        for key in lost:
+        for key in loaded.lost:
             self._report.add("record", space.id, f"the record of page {key.hex()[:16]}… does not verify")
-        if space.digest != record.digest:
+        if plan is None:
             self._report.add("namespace", space.id, "the record's digest is not that of its settings")
             return
-        plan, blob = prepare(space, groups)
-        load = TreeLoad(space.tree, plan, blob)
-        while load.step():
-            pass
         checked.pages, checked.blobs = space.tree.page_count, space.blobs.count
-        checked.lost_pages = len(lost) + len(plan.orphans)
+        checked.lost_pages = len(loaded.lost) + len(plan.orphans)
         if plan.orphans:
             self._report.add(
                 "record", space.id,
@@ -189,7 +174,7 @@ class _Check:
             note_losses(space, checked, range(space.blobs.slots.high))
 
     def _verify_all(self, blob_file: BlobFile) -> None:
-        total = sum(int(space.blobs.stored_of(_rows(space)).sum()) for space, _ in self._spaces)
+        total = sum(int(space.blobs.stored_of(rows_by_id(space)).sum()) for space, _ in self._spaces)
         with ThreadPoolExecutor(_THREADS, "kvstore-check") as pool:
             try:
                 for space, checked in self._spaces:
@@ -205,22 +190,13 @@ class _Check:
 
     def _verify_space(self, pool: ThreadPoolExecutor, blob_file: BlobFile, space: Space, total: int) -> Bad:
         bad: Bad = []
-        under_way: deque[tuple[Future[Bad], int, int]] = deque()
         self._tell(CheckProgress(space.settings.name, self._report.checked_bytes, total))
-        batches = _batches(space)
-        more = True
-        while more or under_way:
-            batch = next(batches, None)
-            more = batch is not None
-            if batch is not None:
-                rows, nbytes = batch
-                under_way.append((pool.submit(_verify, blob_file, space, rows), len(rows), nbytes))
-            if under_way and (not more or len(under_way) > 2 * _THREADS):
-                future, count, nbytes = under_way.popleft()
-                bad += future.result()
-                self._report.checked_blobs += count
-                self._report.checked_bytes += nbytes
-                self._tell(CheckProgress(space.settings.name, self._report.checked_bytes, total))
+        batches = batches_of(space, rows_by_id(space), _BATCH_BYTES)
+        for batch, found in in_order(pool, lambda batch: _verify(blob_file, space, batch.rows), batches, 2 * _THREADS):
+            bad += found
+            self._report.checked_blobs += len(batch.rows)
+            self._report.checked_bytes += batch.nbytes
+            self._tell(CheckProgress(space.settings.name, self._report.checked_bytes, total))
         return bad
 
     def _note_orphans(self, blob_file: BlobFile) -> None:
@@ -240,26 +216,6 @@ class _Check:
             self._report.notes.append(
                 f"blobs named by no record, as a crash can leave them: {count} ({taken} bytes); the daemon sweeps them after its next start"
             )
-
-
-def _rows(space: Space) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
-    """Every blob's row, in the order of the file."""
-    rows = np.flatnonzero(space.blobs.pages[: space.blobs.slots.high] > 0).astype(np.int32)
-    return np.array(sorted(rows.tolist(), key=space.blobs.id_of), np.int32)
-
-
-def _batches(space: Space) -> Iterator[tuple[list[int], int]]:
-    """Rows of blobs that are read together, and their bytes."""
-    rows, nbytes = _rows(space), 0
-    batch: list[int] = []
-    for row, stored in zip(rows.tolist(), space.blobs.stored_of(rows).tolist(), strict=True):
-        batch.append(row)
-        nbytes += stored
-        if nbytes >= _BATCH_BYTES:
-            yield batch, nbytes
-            batch, nbytes = [], 0
-    if batch:
-        yield batch, nbytes
 
 
 def _verify(blob_file: BlobFile, space: Space, rows: list[int]) -> Bad:
