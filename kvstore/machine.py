@@ -105,7 +105,8 @@ class Disk:
 
 def read_disk(data_dir: Path) -> Disk:
     """The disk under a data directory, which need not be there yet. Raises OSError where it can't be looked at."""
-    taken = sum(file.stat().st_blocks * 512 for file in data_dir.glob("*/data.mdb"))
+    files = [*data_dir.glob("*/data.mdb"), *data_dir.glob("*.extents")]
+    taken = sum(file.stat().st_blocks * 512 for file in files)
     return Disk(shutil.disk_usage(existing(data_dir)).free, taken)
 
 

@@ -11,6 +11,7 @@ from kvstore.doctor import CHECKS, Facts, Finding, Setup, read_facts, worst
 from kvstore.doctor import checks as c
 from kvstore.doctor.probes import DiskSpeed, measure_disk, measure_loopback
 from kvstore.machine import Disk, Memory
+from kvstore.store.datadir import FORMAT
 from tests.commands import kvstore
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -21,6 +22,7 @@ GOOD = Facts(
     address_space=None, core_size=0, shmem_huge="advise", anonymous_huge="madvise", max_maps=65530, overcommit=0, filesystem="ext4",
     mount="/", space=Disk(2048 * GIB, 0), cpus=16, cpu_quota=None, load=1.0, clock="tsc", kernel=(6, 1), python="3.11.9",
     debug=False, disk=DiskSpeed(GIB, 0.001, 2 * GIB, True, 256 * MIB), loopback=4 * GIB,
+    store_format=FORMAT,
 )  # fmt: skip
 
 
@@ -55,6 +57,8 @@ BAD: list[tuple[c.Check, dict[str, Any], str, str]] = [
     (c.disk_space, {"space": Disk(512 * GIB, 0)}, "bad", "--ssd"),
     (c.disk_space, {"space": Disk(1030 * GIB, 0)}, "warn", "--ssd"),
     (c.disk_space, {"space": Disk(512 * GIB, 700 * GIB)}, "ok", ""),
+    (c.store_format, {"store_format": FORMAT - 1}, "bad", "kvstore migrate --data-dir /data"),
+    (c.store_format, {"store_format": FORMAT + 1}, "bad", "another --data-dir"),
     (c.disk_writes, {"disk": DiskSpeed(100 * MIB, 0.001, GIB, True, 1)}, "warn", "NVMe"),
     (c.disk_writes, {"disk": DiskSpeed(MIB, 0.001, GIB, True, 1)}, "bad", "NVMe"),
     (c.disk_sync, {"disk": DiskSpeed(GIB, 0.05, GIB, True, 1)}, "warn", "power-loss"),

@@ -63,7 +63,8 @@ def test_a_tier_that_its_disk_has_no_room_for_is_warned_of(tmp_path: Path) -> No
     assert "--ssd" in (outgrows(100 * GIB, Disk(50 * GIB, 60 * GIB)) or "")
     (tmp_path / "d/blobs").mkdir(parents=True)
     (tmp_path / "d/blobs/data.mdb").write_bytes(bytes(1 << 20))
-    assert read_disk(tmp_path / "d").taken == 1 << 20
+    (tmp_path / "d/blobs.extents").write_bytes(bytes(2 << 20))
+    assert read_disk(tmp_path / "d").taken == 3 << 20
     assert read_disk(tmp_path / "not/there").free > 0
 
 

@@ -22,6 +22,7 @@ class Commands(LazyGroup):
         "ns": ("namespaces", "app"),
         "leases": ("leases", "leases"),
         "check": ("check", "check"),
+        "migrate": ("migrate", "migrate"),
         "doctor": ("doctor", "doctor"),
         "plan": ("plan", "plan"),
         "simulate": ("simulate", "simulate"),

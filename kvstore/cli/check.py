@@ -4,19 +4,15 @@ import http.client
 import json
 import re
 import signal
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvstore.cli.child import go_on_in_a_child
 from kvstore.cli.common import (
@@ -32,11 +28,10 @@ from kvstore.cli.common import (
     size_text,
     unreachable,
 )
+from kvstore.cli.progress import Tell, progress
 from kvstore.errors import BadRequest, DataDirError, KVStoreError, error_from_code
 from kvstore.sizes import parse_size
 
-Tell = Callable[[str, int, int], None]
-_LINE_S = 5.0
 _LONGEST_STEP_S = 60.0
 """Between two lines of a daemon that checks its store."""
 _SHOWN = 20
@@ -72,7 +67,7 @@ def check(
         look = partial(_ended, signal_number)
     else:
         look = partial(_stopped, data_dir, http, bytes_per_s, timeout)
-    with _progress(quiet=as_json) as tell:
+    with progress("checked", quiet=as_json) as tell:
         report = look(tell)
     if as_json:
         print_json(report)
@@ -146,31 +141,7 @@ def _running(base: str, rate: int | None, timeout: float, tell: Tell) -> dict[st
     raise KVStoreError("the daemon's answer ended before the result: it was stopped; check again")
 
 
-# --- telling of progress -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Tell]:
-    """A bar on a terminal, else a line now and then; on standard error, as results go to standard output."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
-            TransferSpeedColumn(), TimeRemainingColumn(),
-        )  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("opening", total=None)
-            yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
-        return
-    last = time.monotonic()
-
-    def line(name: str, done: int, total: int) -> None:
-        nonlocal last
-        if not quiet and time.monotonic() - last >= _LINE_S:
-            last = time.monotonic()
-            typer.echo(f"{name}: {size_text(done)} of {size_text(total)} checked", err=True)
-
-    yield line
+# --- telling of what was found ---------------------------------------------------------------------------------------------
 
 
 def _show(report: dict[str, Any]) -> None:

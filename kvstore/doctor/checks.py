@@ -6,6 +6,7 @@ from kvstore.api.same_host import MAX_LENT_BUFFERS
 from kvstore.doctor.facts import Facts
 from kvstore.doctor.findings import Finding, Verdict
 from kvstore.machine import on_disk, tight, too_much
+from kvstore.store.datadir import FORMAT, migrate_command
 
 Check = Callable[[Facts], Finding | None]
 
@@ -205,6 +206,20 @@ def disk_space(facts: Facts) -> Finding:
     )  # fmt: skip
 
 
+def store_format(facts: Facts) -> Finding | None:
+    """A daemon opens its own format only."""
+    found = facts.store_format
+    if found is None:
+        return None
+    older = f"stop the daemon, and run: {migrate_command(facts.setup.data_dir)}"
+    newer = "use the version of kvstore that wrote it, or another --data-dir"
+    return Finding(
+        "store format", "ok" if found == FORMAT else "bad", str(found) if found == FORMAT else f"{found}, this version reads {FORMAT}",
+        "a daemon opens a data directory of its own format only",
+        "" if found == FORMAT else older if found < FORMAT else newer,
+    )  # fmt: skip
+
+
 def disk_writes(facts: Facts) -> Finding | None:
     """Demotion is sequential writing."""
     if facts.disk is None:
@@ -308,5 +323,5 @@ def python(facts: Facts) -> Finding:
 
 CHECKS: tuple[Check, ...] = (
     descriptors, maps, address_space, overcommit, locked_memory, core_dumps, memory, swap, shmem_huge_pages, anonymous_huge_pages,
-    filesystem, disk_space, disk_writes, disk_sync, disk_reads, loopback, cpus, load, clock, kernel, python,
+    filesystem, disk_space, store_format, disk_writes, disk_sync, disk_reads, loopback, cpus, load, clock, kernel, python,
 )  # fmt: skip

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.doctor.probes import DiskSpeed
+from kvstore.errors import DataDirError
 from kvstore.machine import Disk, Memory, existing, read_disk, read_memory
+from kvstore.store.datadir import read_format
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 _CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -57,6 +59,8 @@ class Facts:
     disk: DiskSpeed | None = None
     loopback: float | None = None
     """Bytes a second."""
+    store_format: int | None = None
+    """Of the data directory."""
 
 
 def read_facts(setup: Setup) -> Facts:
@@ -86,8 +90,17 @@ def read_facts(setup: Setup) -> Facts:
         clock=_text(_CLOCK),
         kernel=(int(release[0]), int(release[1])),
         python=platform.python_version(),
+        store_format=_format(setup.data_dir),
         debug=sys.flags.dev_mode or bool(os.environ.get("PYTHONASYNCIODEBUG")) or hasattr(sys, "gettotalrefcount"),
     )
+
+
+def _format(data_dir: Path) -> int | None:
+    try:
+        found = read_format(data_dir)
+    except (DataDirError, OSError):
+        return None
+    return found if type(found) is int else None
 
 
 def _limit(which: int) -> int | None:

@@ -5,15 +5,19 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 from pathlib import Path
 
 from kvstore.errors import DataDirError
 
 FORMAT = 2
-"""Version of everything on disk. A daemon opens its own format only; a new one comes with a written migration."""
+"""Version of everything on disk. A daemon opens its own format only; `kvstore migrate` makes it of an older one."""
+OLDEST = 1
+"""The oldest that there is a migration from."""
 BLOBS = "blobs"
 """The folder of the SSD tier in it."""
 
+_NOTE = "format.json"
 _LOADING = "loading"
 _ID_BYTES = 16
 
@@ -23,9 +27,9 @@ class DataDirInUse(DataDirError):
 
 
 class DataDir:
-    """An exclusive hold on a data directory, from construction to `close`."""
+    """An exclusive hold on a data directory, from construction to `close`. Of this format, or of one from `oldest` on."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, oldest: int = FORMAT) -> None:
         self.path = path
         self.journal = path / "journal"
         self.blobs = path / BLOBS
@@ -37,7 +41,7 @@ class DataDir:
             raise DataDirError(f"the data directory {path} can't be used: {error}") from error
         try:
             self._take_lock()
-            self._check_format()
+            self.format = self._check_format(oldest)
             self.id = self._own_id()
             """16 random bytes that stay with the directory: by them clients know one store from another."""
         except BaseException:
@@ -55,22 +59,27 @@ class DataDir:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
-    def _check_format(self) -> None:
-        file = self.path / "format.json"
-        if not file.exists():
+    def _check_format(self, oldest: int) -> int:
+        if (found := read_format(self.path)) is None:
             if self.journal.exists() or self.blobs.exists():
-                raise DataDirError(f"{file} is missing, but there is data beside it: restore the file, or move the data away")
-            _write_durably(file, json.dumps({"format": FORMAT}).encode())
-            return
-        try:
-            found = json.loads(file.read_bytes())["format"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataDirError(f"{file} is damaged ({error}); it should read {json.dumps({'format': FORMAT})}") from error
-        if found != FORMAT:
+                raise DataDirError(f"{self.path / _NOTE} is missing, but there is data beside it: restore the file, or move the data away")
+            self.set_format(FORMAT)
+            return FORMAT
+        if type(found) is int and oldest <= found <= FORMAT:
+            return found
+        if type(found) is int and OLDEST <= found < FORMAT:
             raise DataDirError(
-                f"the data directory {self.path} is of format {found}, this daemon reads format {FORMAT}: "
-                "use the version of kvstore that wrote it, or another --data-dir"
+                f"the data directory {self.path} is of format {found}, this version of kvstore reads format {FORMAT}: "
+                f"run `{migrate_command(self.path)}`"
             )
+        raise DataDirError(
+            f"the data directory {self.path} is of format {found}, this daemon reads format {FORMAT}: "
+            "use the version of kvstore that wrote it, or another --data-dir"
+        )
+
+    def set_format(self, number: int) -> None:
+        """Say, durably, in which format everything in it is."""
+        _write_durably(self.path / _NOTE, json.dumps({"format": number}).encode())
 
     def _own_id(self) -> bytes:
         file = self.path / "id"
@@ -103,6 +112,22 @@ class DataDir:
         os.close(self._lock)
 
 
+def read_format(path: Path) -> object:
+    """What a data directory says its format is, a number if all is well; None if it does not say. Raises DataDirError."""
+    file = path / _NOTE
+    try:
+        return json.loads(file.read_bytes())["format"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataDirError(f"{file} is damaged ({error}); it should read {json.dumps({'format': FORMAT})}") from error
+
+
+def migrate_command(path: Path) -> str:
+    """What to run where the format is an older one."""
+    return f"kvstore migrate --data-dir {shlex.quote(str(path))}"
+
+
 def _write_durably(file: Path, data: bytes) -> None:
     temporary = file.with_suffix(".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -112,8 +137,13 @@ def _write_durably(file: Path, data: bytes) -> None:
     finally:
         os.close(fd)
     temporary.rename(file)
-    directory = os.open(file.parent, os.O_RDONLY)
+    sync_folder(file.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when what was made, renamed or deleted in a folder is so on the disk, too."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        os.fsync(folder)
     finally:
-        os.close(directory)
+        os.close(folder)

@@ -1,7 +1,10 @@
 """Fixtures of several files."""
 
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +47,14 @@ def raw(daemon: DaemonProcess) -> Iterator[RawClient]:
     wait_for_baseline(daemon.http, used)
     with Client(daemon.unix_endpoint, connections=1) as client:
         assert fetch_checked(client.namespace("pages"), context(1)) == 4
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)

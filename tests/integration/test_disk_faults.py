@@ -89,17 +89,6 @@ def full_and_well_again(daemon: DaemonProcess, make_room: Callable[[], None]) ->
         return [*durable, 700_000]
 
 
-@pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
 def test_out_of_disk(tmpfs: Path) -> None:
     filler = tmpfs / "filler"
     filler.write_bytes(bytes(10 << 20))
