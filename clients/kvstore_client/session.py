@@ -81,8 +81,7 @@ class Session:
     @property
     def tokens(self) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint8]:
         """All tokens so far; where pages are labelled with digests, the bytes of those."""
-        told = bytes(self._tokens)
-        return np.frombuffer(told, np.uint8) if self.namespace.spec.hash_bytes else np.frombuffer(told, np.uint32)
+        return self._after(0)
 
     async def extend(self, tokens: Tokens) -> int:
         """The conversation goes on with these tokens. Moves the cursor as far as the store knows it; returns its pages.
@@ -125,8 +124,13 @@ class Session:
             with contextlib.suppress(KVStoreError):  # the cursor has moved, and that lease ends by itself
                 await old.release()
 
-    def _after(self, pages: int) -> bytes:
-        return bytes(memoryview(self._tokens)[pages * self.namespace.spec.label_words * 4 :])
+    def _after(self, pages: int, *, whole: bool = False) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint8]:
+        """The labels after so many pages; of whole pages only, if that is said."""
+        spec = self.namespace.spec
+        width = spec.label_words * 4
+        end = len(self._tokens) // width * width if whole else len(self._tokens)
+        told = bytes(memoryview(self._tokens)[pages * width : end])
+        return np.frombuffer(told, np.uint8) if spec.hash_bytes else np.frombuffer(told, np.uint32)
 
     async def fetch(self, out: Any, *, pages: tuple[int, int] | None = None, wanted: PartRange | None = None, **options: Any) -> int:
         """Fetch pages up to the cursor (see Namespace.fetch)."""
@@ -144,11 +148,11 @@ class Session:
         options["parts"] = by_default(self.namespace.spec, options.get("parts"), options.get("put_id"))
         options = {"durable": durable, "progress": progress, "hints": replace(self.hints, ended=ended), **options}
         if self._flat:
-            done: PutResult | None = await self.namespace.put(self._whole_pages_after(self.pages), data, **options)
+            done: PutResult | None = await self.namespace.put(self._after(self.pages, whole=True), data, **options)
         else:
             done = await self._put_after_lease(data, options)
         if done is None:
-            done = await self.namespace.put(self._whole_pages_after(0), data, first_page=self.pages, **options)
+            done = await self.namespace.put(self._after(0, whole=True), data, first_page=self.pages, **options)
         await self._seek()
         return done
 
@@ -157,17 +161,13 @@ class Session:
         if self._match is None or not self._match.lease:
             return None
         try:
-            return await self.namespace.put(self._whole_pages_after(self.pages), data, base=self._match, **options)
+            return await self.namespace.put(self._after(self.pages, whole=True), data, base=self._match, **options)
         except NotFound:
             return None
 
-    def _whole_pages_after(self, pages: int) -> bytes:
-        tokens, page_bytes = self._after(pages), self.namespace.spec.label_words * 4
-        return tokens[: len(tokens) // page_bytes * page_bytes]
-
     async def abandon(self, from_page: int = 0, *, from_token: int | None = None) -> int:
         """The conversation will not go on from a page, or a token, on, as after a compaction: its own pages are the first to go."""
-        spec, tokens = self.namespace.spec, bytes(self._tokens)
+        spec, tokens = self.namespace.spec, self.tokens
         first = spec.first_page(from_page, from_token)
         await self._let_go()
         pages = await self.namespace.abandon(tokens, from_page=first)

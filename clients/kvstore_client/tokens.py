@@ -1,6 +1,7 @@
 """Tokens and extra keys as they travel: a buffer of uint32, or of digests."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +9,7 @@ import numpy.typing as npt
 from kvstore.api.wire import BadRequest, KVSpec
 
 Tokens = npt.NDArray[np.uint32] | npt.NDArray[np.uint8] | bytes | bytearray | memoryview | Sequence[bytes]
-"""Token ids as a uint32 array or its bytes. In a namespace of digests those: an array of one a row, their bytes, or a list of them."""
+"""Token ids as an array (or a buffer) of uint32. In a namespace of digests those: an array of one a row, their bytes, or a list of them."""
 Extras = Mapping[int, bytes]
 
 
@@ -16,14 +17,29 @@ def token_view(tokens: Tokens, spec: KVSpec) -> memoryview:
     """The bytes of tokens, or of a namespace's digests, not copied. Raises BadRequest for what are none."""
     if spec.hash_bytes:
         return _digest_view(tokens, spec.hash_bytes)
-    if isinstance(tokens, np.ndarray):
-        if tokens.dtype != np.uint32 or tokens.ndim != 1:
-            raise BadRequest(f"tokens are a {tokens.ndim}-d array of {tokens.dtype}; give a 1-d array of uint32")
-        return np.ascontiguousarray(tokens).data.cast("B")
+    ids = tokens if isinstance(tokens, np.ndarray) else _array(tokens)
+    if ids.dtype != np.uint32 or ids.ndim != 1:
+        raise BadRequest(f"tokens are a {ids.ndim}-d array of {ids.dtype}; give a 1-d array of uint32")
+    return np.ascontiguousarray(ids).data.cast("B")
+
+
+def _array(tokens: object) -> npt.NDArray[Any]:
+    """What is no array, but says of what numbers it is. Bytes do not: they may be of 64 bits each, or digests."""
+    how = "give an array: np.asarray(token_ids, np.uint32)"
     try:
-        return memoryview(tokens).cast("B")  # type: ignore[arg-type]
+        view = memoryview(tokens)  # type: ignore[arg-type]
     except TypeError:
-        raise BadRequest(f"tokens are a {type(tokens).__name__}; give an array: np.asarray(token_ids, np.uint32)") from None
+        raise BadRequest(f"tokens are a {type(tokens).__name__}; {how}") from None
+    if view.itemsize == 1:
+        what = (
+            "bytes"
+            if isinstance(tokens, bytes)
+            else "a memoryview of bytes"
+            if isinstance(tokens, memoryview)
+            else f"a {type(tokens).__name__}"
+        )
+        raise BadRequest(f"tokens are {what}, which may be of anything; {how}, or np.frombuffer(tokens, np.uint32) if they are of uint32")
+    return np.asarray(view)
 
 
 def _digest_view(digests: Tokens, width: int) -> memoryview:
@@ -34,7 +50,9 @@ def _digest_view(digests: Tokens, width: int) -> memoryview:
         fine = rows or (digests.ndim == 1 and digests.dtype == np.uint8)
         given = f"a {digests.ndim}-d array of {digests.dtype}"
     else:
-        fine, given = isinstance(digests, bytes | bytearray | memoryview), f"a {type(digests).__name__}"
+        fine, given = isinstance(digests, bytes | bytearray), f"a {type(digests).__name__}"
+        if isinstance(digests, memoryview):
+            fine, given = digests.itemsize == 1, f"a memoryview of {digests.format!r}"
     if not fine:
         raise BadRequest(
             f"this namespace is of digests of {width} bytes, and these are {given}: give a uint8 array of shape (pages, {width}), "

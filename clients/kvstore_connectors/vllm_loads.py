@@ -159,10 +159,9 @@ class Loader:
         load, s = state.load, self._link.settings
         last, started = load.last, time.monotonic()
         for _ in range(_TRIES):
-            match = await namespace.match(
-                load.tokens[: last * self._layout.page_tokens * 4], extras={p: e for p, e in load.extras.items() if p < last} or None,
-                lease_s=s.lease_s, timeout=s.call_timeout_s,
-            )  # fmt: skip
+            ids = np.frombuffer(load.tokens, np.uint32, last * self._layout.page_tokens)
+            extras = {p: e for p, e in load.extras.items() if p < last} or None
+            match = await namespace.match(ids, extras=extras, lease_s=s.lease_s, timeout=s.call_timeout_s)
             try:
                 last = min(match.pages, last)
                 if last < load.last:

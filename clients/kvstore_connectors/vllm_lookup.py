@@ -6,6 +6,8 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvstore_client import KVStoreError, Match, Namespace
 from kvstore_connectors.vllm_link import StoreLink, Unavailable
 
@@ -46,7 +48,8 @@ class Lookup:
         s = self._link.settings
 
         async def match(namespace: Namespace) -> Match:
-            return await namespace.match(self.tokens, extras=self.extras or None, lease_s=s.lease_s, timeout=s.lookup_timeout_s)
+            ids = np.frombuffer(self.tokens, np.uint32)
+            return await namespace.match(ids, extras=self.extras or None, lease_s=s.lease_s, timeout=s.lookup_timeout_s)
 
         try:
             found = await self._link.call(match)

@@ -11,7 +11,7 @@ BlockIds = tuple[npt.NDArray[np.int64], ...]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Pages [first, last) of a prefix are wanted in the blocks given. Tokens and extras are those of the whole prefix."""
+    """Pages [first, last) of a prefix are wanted in the blocks given. Tokens (bytes of uint32) and extras are those of the whole prefix."""
 
     request: str
     tokens: bytes

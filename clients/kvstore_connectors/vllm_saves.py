@@ -171,21 +171,23 @@ class Saver:
 
     async def _put_groups(self, namespace: Namespace, job: Job) -> None:
         """Windows first: a page is in the tree once its full attention is there, and then takes nothing more."""
-        s, save, width = self._link.settings, job.save, self._layout.page_tokens * 4
+        s, save = self._link.settings, job.save
+        ids = np.frombuffer(save.tokens, np.uint32, job.last * self._layout.page_tokens)
         for part in sorted(job.groups, key=lambda one: not one.group.window):
             await namespace.put(
-                save.tokens[: job.last * width], part.data.reshape(-1), first_page=part.first, parts=(self._parts[part.group.component],),
+                ids, part.data.reshape(-1), first_page=part.first, parts=(self._parts[part.group.component],),
                 durable=s.durable, extras={p: e for p, e in save.extras.items() if p < job.last} or None, put_id=save.put_id,
                 timeout=s.save_timeout_s,
             )  # fmt: skip
 
     async def _known_pages(self, job: Job) -> int:
         """How many pages of the prefix the store has after all."""
-        save, width = job.save, self._layout.page_tokens * 4
+        save = job.save
+        ids = np.frombuffer(save.tokens, np.uint32, job.first * self._layout.page_tokens)
         extras = {p: e for p, e in save.extras.items() if p < job.first} or None
 
         async def look(namespace: Namespace) -> int:
-            return (await namespace.match(save.tokens[: job.first * width], extras=extras, lease_s=0, parts=False)).known_pages
+            return (await namespace.match(ids, extras=extras, lease_s=0, parts=False)).known_pages
 
         try:
             return await self._link.call(look)

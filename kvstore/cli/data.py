@@ -61,10 +61,10 @@ def put(
     given = labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
-        labels, width = given.of(space.spec), 4 * space.spec.label_words
+        labels, width = given.of(space.spec), space.spec.hash_bytes or space.spec.page_tokens
         pages = len(labels) // width
         if not pages:
-            raise BadRequest(f"{len(labels) // 4} tokens do not fill a page of {width // 4}")
+            raise BadRequest(f"{len(labels)} tokens do not fill a page of {width}")
         if first_page >= pages:
             raise BadRequest(f"--first-page is {first_page}, and what was given fills {counted(pages, 'page')}, counted from 0")
         content = read_pages(data, (pages - first_page) * space.spec.page_bytes)

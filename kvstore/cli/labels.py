@@ -43,7 +43,10 @@ class Labels:
     pieces: tuple[bytes, ...] = ()
 
     def of(self, spec: KVSpec) -> memoryview:
-        """The bytes of the labels, as calls of the SDK take them. Raises BadRequest if the namespace's are of the other kind, or length."""
+        """The labels as calls of the SDK take them: bytes of digests, or uint32.
+
+        Raises BadRequest if the namespace's are of the other kind, or length.
+        """
         width = spec.hash_bytes
         if self.of_digests != bool(width):
             kind, option = (f"digests of {width} bytes", "--digests") if width else ("token ids", "--tokens")
@@ -53,7 +56,7 @@ class Labels:
                 raise BadRequest(f"digest {number} has {len(piece)} bytes, and those of this namespace have {width}")
         if width and len(self.raw) % width:
             raise BadRequest(f"{len(self.raw)} bytes are not a whole number of digests of {width} bytes")
-        return self.raw
+        return self.raw if width else self.raw.cast("I")
 
     def tokens(self, spec: KVSpec) -> int:
         """Of how many tokens the prefix is that was asked about."""

@@ -1,5 +1,6 @@
 """What is taken for tokens, and for digests."""
 
+import array
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from kvstore_client.tokens import token_view
 
 FULL = (Component("full", 2, 1, 8),)
 TOKENS, DIGESTS = KVSpec(4, FULL), KVSpec(4, FULL, hash_bytes=32, flat=True)
+IDS = np.arange(8, dtype=np.uint32)
 ROWS = np.random.default_rng(1).integers(0, 256, (3, 32), dtype=np.uint8)
 
 
@@ -41,6 +43,7 @@ def test_no_digests(given: Any) -> None:
         ([b"a" * 31], "these are a list"),
         (ROWS.tobytes().hex(), "these are a str"),
         (None, "these are a NoneType"),
+        (np.arange(64, dtype=np.uint32).data, "these are a memoryview of 'I': give a uint8 array"),
         (ROWS.tobytes()[:36], "36 bytes of digests: give some of 32 bytes each"),
         (ROWS.tobytes()[:20], "20 bytes of digests"),
     ],
@@ -50,7 +53,22 @@ def test_what_are_no_digests(given: Any, said: str) -> None:
         token_view(given, DIGESTS)
 
 
-@pytest.mark.parametrize("given", [ROWS, list(map(bytes, ROWS)), [1, 2], None])
+@pytest.mark.parametrize(
+    "given", [IDS, IDS.data, memoryview(IDS.tobytes()).cast("I"), array.array("I", range(8)), np.arange(16, dtype=np.uint32)[::2] // 2]
+)
+def test_tokens_however_they_are_given(given: Any) -> None:
+    assert token_view(given, TOKENS) == IDS.tobytes()
+
+
+@pytest.mark.parametrize("given", [IDS.tobytes(), bytearray(8), ROWS.data, memoryview(IDS.tobytes()), b"".join(map(bytes, ROWS))])
+def test_bytes_do_not_say_of_what_they_are(given: Any) -> None:
+    with pytest.raises(
+        BadRequest, match=r"tokens are (bytes|a bytearray|a memoryview of bytes).*np.asarray\(token_ids, np.uint32\).*np.frombuffer"
+    ):
+        token_view(given, TOKENS)
+
+
+@pytest.mark.parametrize("given", [ROWS, list(map(bytes, ROWS)), [1, 2], None, array.array("q", range(8)), np.arange(8.0).data])
 def test_what_are_no_tokens(given: Any) -> None:
     with pytest.raises(BadRequest, match="uint32"):
         token_view(given, TOKENS)
