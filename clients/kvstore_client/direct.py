@@ -6,7 +6,6 @@ run to their end at once. What a line can't do raises `Elsewhere` before anythin
 """
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -22,6 +21,7 @@ from kvstore_client.endpoints import parse_endpoint
 from kvstore_client.plan import FetchPlan
 from kvstore_client.spent import having_spent
 from kvstore_client.stripes import Stripe
+from kvstore_client.turn import Taken, Turn
 
 if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
@@ -48,6 +48,15 @@ class Elsewhere(Exception):
 def current() -> "Line | None":
     """The line over which what is under way here goes; None on an event loop."""
     return _CURRENT.get()
+
+
+def apart(begin: Callable[[], T]) -> T:
+    """What `begin` returns; what it begins goes by no line, also if this comes in between what does, as in a signal's handler."""
+    if _CURRENT.get() is None:
+        return begin()
+    context = copy_context()
+    context.run(_CURRENT.set, None)
+    return context.run(begin)
 
 
 class Line(Answers[Slot]):
@@ -125,9 +134,14 @@ class Line(Answers[Slot]):
 
     async def _request(self, frame_type: FrameType, message: Message, payload: bytes | memoryview, call: Call[Slot]) -> Any:
         number = next(self._numbers)
-        await self._send(frame_type, message, payload, number, call)
-        while not call.done.done():
-            await self._next()
+        try:
+            await self._send(frame_type, message, payload, number, call)
+            while not call.done.done():
+                await self._next()
+        except BaseException:
+            if number in self._calls and not call.done.done():  # interrupted in between: what comes of it yet is nobody's any more
+                self.close("an answer was not waited for")
+            raise
         self.unheard = False
         return call.done.result()
 
@@ -172,7 +186,7 @@ class Direct:
 
     def __init__(self, client: "AsyncClient") -> None:
         self._client = client
-        self._lock = threading.Lock()
+        self._turn = Turn()
         self._line: Line | None = None
         self._asked = 0
         self._not_before = 0.0
@@ -184,21 +198,24 @@ class Direct:
         Raises Elsewhere if that can't be: there is no line, or another thread has it.
         """
         self._asked += 1
-        if self._asked <= _AFTER or not self._lock.acquire(blocking=False):
+        if self._asked <= _AFTER:
             raise Elsewhere
         try:
-            line = self._ready(timeout, opening=opening)
-            if line is None:
-                raise Elsewhere
-            try:
-                return having_spent(time.monotonic() - began, lambda: line.run(work()))
-            except ConnectionLost:
-                raise Elsewhere from None
-            except DeadlineExceeded:
-                self._not_before = time.monotonic() + _RETRY_S
-                raise
-        finally:
-            self._lock.release()
+            return self._turn.alone(lambda: self._run(work, timeout, began, opening=opening))
+        except Taken:
+            raise Elsewhere from None
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float, began: float, *, opening: bool) -> T:
+        line = self._ready(timeout, opening=opening)
+        if line is None:
+            raise Elsewhere
+        try:
+            return having_spent(time.monotonic() - began, lambda: line.run(work()))
+        except ConnectionLost:
+            raise Elsewhere from None
+        except DeadlineExceeded:
+            self._not_before = time.monotonic() + _RETRY_S
+            raise
 
     def settle(self, end: float) -> None:
         """Wait until the daemon has done what was not waited for: what goes over another connection now may depend on it.
@@ -209,26 +226,29 @@ class Direct:
         if line is None or not line.unheard:
             return
         until = min(time.monotonic() + _SETTLE_S, end)
-        if not self._lock.acquire(timeout=max(until - time.monotonic(), 0)):
-            return
-        try:
+
+        def settle() -> None:
             if line.lost is None:
                 line.bound(until - time.monotonic())
                 with suppress(KVStoreError, TimeoutError):  # then it ends with the session, or by its time
                     at_once(line.settle())
-        finally:
-            self._lock.release()
+
+        with suppress(Taken):
+            self._turn.alone(settle, max(until - time.monotonic(), 0))
 
     def close(self) -> None:
         """Close the line. A request under way ends."""
         self._closed = True
         if (line := self._line) is not None:
             line.interrupt()
-        held = self._lock.acquire(timeout=_CLOSE_S)  # an interrupt just behind an `acquire` can have left it held by nobody
+        try:
+            self._turn.alone(self._close_line, _CLOSE_S)
+        except Taken:  # a signal's handler closes the client whose request it interrupts, say
+            self._close_line()
+
+    def _close_line(self) -> None:
         if self._line is not None:
             self._line.close("this client was closed")
-        if held:
-            self._lock.release()
 
     def _ready(self, seconds: float, *, opening: bool) -> Line | None:
         pool, line = self._client.pool, self._line

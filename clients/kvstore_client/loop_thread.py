@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstore.api.wire import BadRequest, ConnectionLost
+from kvstore_client.direct import apart
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class LoopThread:
             if self._ending:
                 work.close()
                 raise BadRequest("this client was closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = self._begin(work)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -50,6 +51,9 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        return apart(lambda: asyncio.run_coroutine_threadsafe(work, self._loop))
 
     @property
     def stopped(self) -> bool:
@@ -62,7 +66,7 @@ class LoopThread:
             if self._ending:
                 return
             self._ending = True
-            ended = asyncio.run_coroutine_threadsafe(_end_all(), self._loop)
+            ended = self._begin(_end_all())
         ended.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -70,7 +74,7 @@ class LoopThread:
     def leave(self, last: Coroutine[Any, Any, None]) -> None:
         """As `stop`, after a last coroutine, for whom nobody waits."""
         self._ending = True
-        asyncio.run_coroutine_threadsafe(self._finish(last), self._loop)
+        self._begin(self._finish(last))
 
     async def _finish(self, last: Coroutine[Any, Any, None]) -> None:
         try:

@@ -1,0 +1,123 @@
+"""A blocking client that is interrupted, as by Ctrl-C, at any point of a small request: nothing stays held, or goes astray.
+
+A signal's handler runs as a call returns or a function begins, so that is where the tests raise, at one point after the other.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.api.wire import reading, writing
+from kvstore_client import Client, direct, turn
+from kvstore_client.blocking import Namespace
+from kvstore_client.direct import current
+from kvstore_workers.daemon_process import DaemonProcess
+from tests.integration.pages import content, context, open_namespace
+
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # interrupted before it began
+LINE = (direct.__file__, turn.__file__, reading.__file__, writing.__file__)
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    with Client(daemon.endpoint, connections=1, shared_memory=False) as client:
+        yield client
+
+
+@pytest.fixture
+def namespace(client: Client) -> Namespace:
+    namespace = open_namespace(client)
+    namespace.put(context(8000), content(context(8000)))
+    return namespace
+
+
+def reached(work: Callable[[], Any], at: int, then: Callable[[], None]) -> bool:
+    """Do something, and have `then` called at the point number `at` of what it does with the line; False if there are not so many."""
+    left = at
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename in LINE:
+            left -= 1
+            if left == -1:
+                sys.setprofile(None)
+                then()
+
+    sys.setprofile(look)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return left < 0
+
+
+def interrupted(work: Callable[[], Any], at: int) -> bool:
+    """Whether something was interrupted at its point number `at`."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    try:
+        return reached(work, at, interrupt)
+    except KeyboardInterrupt:
+        return True
+
+
+def by_the_line(client: Client) -> bool:
+    """Whether a small request goes by the line now."""
+    sent: list[direct.Line] = []
+
+    async def look() -> None:
+        if (line := current()) is not None:
+            sent.append(line)
+        await client.inner.ping()
+
+    client.quickly(look)
+    return bool(sent)
+
+
+def line_of(client: Client) -> None:
+    for _ in range(6):
+        client.ping()
+    assert by_the_line(client)
+
+
+def test_its_line_is_free_again(client: Client) -> None:
+    line_of(client)
+    at = 0
+    while interrupted(client.ping, at):
+        assert current() is None, f"what this thread does next goes by the line (interrupted at {at})"
+        assert by_the_line(client), f"the line is held by nobody (interrupted at {at})"
+        at += 1
+    assert at > 10
+
+
+def test_nothing_comes_to_its_buffer_later(client: Client, namespace: Namespace) -> None:
+    line_of(client)
+    with namespace.match(context(8000)) as match:
+        out, at = np.empty(match.pages * namespace.spec.page_bytes, np.uint8), 0
+        while interrupted(lambda: namespace.fetch(match, out), at):
+            out[:] = 7
+            client.ping()
+            assert np.all(out == 7), f"interrupted at {at}"
+            at += 1
+    assert at > 10
+
+
+def test_calls_from_a_handler_do_not_take_the_line_of_what_they_interrupt(client: Client) -> None:
+    line_of(client)
+    line, at = client._direct._line, 0
+
+    def ask() -> None:
+        client.ping(5)
+        client.namespaces()  # by the loop, which waits for the line to settle first
+
+    while reached(client.ping, at, ask):
+        assert client._direct._line is line, f"it was lost (asked at {at})"
+        assert by_the_line(client)
+        at += 1
+    assert at > 10
