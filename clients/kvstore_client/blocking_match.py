@@ -46,7 +46,7 @@ class Match:
 
     @property
     def lacks(self) -> tuple[Lack, ...]:
-        """Which component is missing beyond `pages`, and where, if boundaries were asked for."""
+        """Which component is missing beyond `pages`, and where."""
         return self.inner.lacks
 
     @property

@@ -39,9 +39,9 @@ class Match:
     """A matched prefix, up to the longest usable boundary: `pages` whole pages, `tokens` tokens.
 
     While its lease lasts, none of it is evicted. The store knows `known_pages` pages, but beyond `pages` a window or state
-    is missing. `dram_pages` of the pages are in the daemon's DRAM (-1 if parts were not asked for). `boundaries` are all
-    usable ones as half-open runs, if asked for; then `lacks` says which component is missing beyond `pages`, and where. The `estimate`,
-    if asked for and there is a page, says what to load of it and what to compute.
+    is missing: `lacks` says which, and where. `dram_pages` of the pages are in the daemon's DRAM (-1 if parts were not asked for).
+    `boundaries` are all usable ones as half-open runs, if asked for. The `estimate`, if asked for and there is a page, says what to load
+    of it and what to compute.
     """
 
     pages: int
@@ -134,6 +134,17 @@ class Match:
         if plan != self.estimate:
             raise BadRequest("the plan is not the estimate of this match")
         return self if plan.pages == self.pages else self._cut or replace(self, pages=plan.pages, tokens=plan.tokens, lease=0)
+
+    def check_pages(self, first: int, last: int) -> None:
+        """Raise BadRequest for pages [first, last) that are not all matched, and say what keeps the match short, if anything does."""
+        if 0 <= first <= last <= self.pages:
+            return
+        why = ""
+        if self.lacks:
+            components = self.namespace.spec.components
+            names = ", ".join(f"{components[lack.component].kind} (component {lack.component})" for lack in self.lacks)
+            why = f": {self.known_pages} are there, but {names} on not all of them that it takes; its `lacks` tells where"
+        raise BadRequest(f"pages [{first}, {last}) of a match of {self.pages}{why}")
 
     def there(self) -> list[int]:
         """The pages that there are parts of: all of them, but for a match with holes."""

@@ -95,7 +95,8 @@ class Namespace(PrefixCalls, TextCalls):
         """The longest usable prefix of `tokens` (uint32) in the store, in whole pages.
 
         It is leased for `lease_s` seconds (0: not at all, then it is only a look). `parts` brings what `fetch` needs;
-        without, the answer is smaller. `boundaries` brings all that are usable, and what `lacks` at those beyond.
+        without, the answer is smaller. `boundaries` brings all that are usable. Where more pages are there than can be used, its `lacks`
+        says which component is missing, and where.
         In a namespace of digests, `tokens` are those (see Tokens). `extras` gives
         32-byte digests of extra keys by page. With a leased `base` the tokens (and the pages of `extras`) are those after it:
         a long context need not travel again. Raises NotFound if that lease is over. `hints` say whose turn it is; they count with a lease
@@ -174,8 +175,7 @@ class Namespace(PrefixCalls, TextCalls):
         if plan is not None:
             match = match.up_to(plan)
         first, last = pages or match.pages_of(wanted.component)
-        if not 0 <= first <= last <= match.pages:
-            raise BadRequest(f"pages [{first}, {last}) of a match of {match.pages}")
+        match.check_pages(first, last)
         if isinstance(out, Scattered):
             if group_layers or plan is not None:
                 raise BadRequest("scattered pages are fetched without layer groups and without a plan")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.wire import BadRequest, FrameType, NotFound, PartRange, Unsupported
+from kvstore.api.wire import FrameType, NotFound, PartRange, Unsupported
 from kvstore.api.wire.same_host import MAX_LOCATED, Locate, Place, Places, unpack_places
 from kvstore_client.arguments import writable
 from kvstore_client.blocks import Block, Item, PageBlobs, PageShape
@@ -115,8 +115,7 @@ def _parts(match: "Match", component: int, pages: tuple[int, int] | None) -> Fou
     if not match.lease:
         raise NotFound("there is no lease: what it shows could be replaced at any moment")
     first, last = pages or match.pages_of(component)
-    if not 0 <= first <= last <= match.pages:
-        raise BadRequest(f"pages [{first}, {last}) of a match of {match.pages}")
+    match.check_pages(first, last)
     return [(page, part, blob) for page, part, blob in match.parts() if part.component == component and first <= page < last]
 
 

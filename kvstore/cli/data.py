@@ -28,7 +28,7 @@ from kvstore.cli.common import (
     table_console,
 )  # fmt: skip
 from kvstore.cli.labels import DigestsOption, MaybeTokensOption, labels_of
-from kvstore.cli.lacks import gap_text, lacks_of, lacks_text, nothing_text
+from kvstore.cli.lacks import gap_text, lacks_of, nothing_text, short_text
 from kvstore.cli.whole_pages import all_parts, check_size, fetch, read_pages
 from kvstore.errors import BadRequest, NotFound
 from kvstore_client.estimate import Costs, Estimate
@@ -107,27 +107,30 @@ def get(
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         asked = given.tokens(space.spec)
-        with space.match(given.of(space.spec), boundaries=True) as match:
+        with space.match(given.of(space.spec)) as match:
             if not match.pages:
                 raise NotFound(nothing_text(namespace, space.spec, match))
             started = time.perf_counter()
             content = fetch(space, match, moving_s(timeout, match.pages * space.spec.page_bytes))
             seconds = time.perf_counter() - started
-            pages, matched, gap = match.pages, match.tokens, gap_text(space.spec, match, asked)
+    pages, matched, gap, short = match.pages, match.tokens, gap_text(space.spec, match, asked), short_text(space.spec, match)
     if str(out) == "-":
         sys.stdout.buffer.write(content.data)
         if (whole := asked // space.spec.page_tokens) > pages:
-            typer.echo(f"{pages} of {counted(whole, 'page')}{gap}", err=True)
+            typer.echo(f"{pages} of {counted(whole, 'page')}{gap}{short and ': '}{short}", err=True)
         return
     try:
         content.tofile(out)
     except OSError as error:
         raise BadRequest(f"can't write {out}: {error.strerror}") from error
     if as_json:
-        print_json({"pages": pages, "tokens": matched, "bytes": len(content), "seconds": seconds})
+        lacks = {"known_pages": match.known_pages, "lacks": lacks_of(space.spec, match)}
+        print_json({"pages": pages, "tokens": matched, **lacks, "bytes": len(content), "seconds": seconds})
     else:
         of = f"{matched} of {asked} tokens"
         typer.echo(f"{counted(pages, 'page')} ({of}), {size_text(len(content))} in {seconds * 1000:.1f} ms{gap}")
+        if short:
+            typer.echo(short)
 
 
 @misses
@@ -150,7 +153,7 @@ def match(
     costs = Costs(prefill_us, prefill_ns_per_position)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
-        found = space.match(given.of(space.spec), lease_s=0, boundaries=True, estimate=costs if estimate or costs != Costs() else False)
+        found = space.match(given.of(space.spec), lease_s=0, estimate=costs if estimate or costs != Costs() else False)
         pages, matched, in_dram, asked = found.pages, found.tokens, found.dram_pages, given.tokens(space.spec)
     if as_json:
         told = {} if found.estimate is None else {"estimate": asdict(found.estimate)}
@@ -159,8 +162,8 @@ def match(
     else:
         gap = gap_text(space.spec, found, asked)
         typer.echo(f"{matched} of {asked} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} only on SSD{gap}")
-        if found.lacks:
-            typer.echo(lacks_text(pages, found.known_pages, lacks_of(space.spec, found)))
+        if short := short_text(space.spec, found):
+            typer.echo(short)
         if found.estimate is not None:
             _show(found.estimate, matched)
     if not pages:

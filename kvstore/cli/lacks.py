@@ -11,14 +11,14 @@ if TYPE_CHECKING:  # `kvstore why` starts quicker without the SDK
 
 
 def lacks_of(spec: KVSpec, match: "Match") -> list[dict[str, Any]]:
-    """Which components are missing, as JSON has it; of a match with its boundaries."""
+    """Which components are missing, as JSON has it."""
     return [{**asdict(lack), "kind": spec.components[lack.component].kind} for lack in match.lacks]
 
 
 def nothing_text(namespace: str, spec: KVSpec, match: "Match", *, whole_list: bool = False) -> str:
-    """Why there is nothing to use; of a match with its boundaries. `whole_list` if a list does not end at its first gap."""
+    """Why there is nothing to use. `whole_list` if a list does not end at its first gap."""
     if match.lacks:
-        return f"no page of this prefix can be used in {namespace}: {lacks_text(match.pages, match.known_pages, lacks_of(spec, match))}"
+        return f"no page of this prefix can be used in {namespace}: {short_text(spec, match)}"
     if spec.flat:
         none = f"none of these digests is in {namespace}"
         return none if whole_list else f"the first of these digests is not in {namespace}, and it ends at the first that is not there"
@@ -30,6 +30,11 @@ def gap_text(spec: KVSpec, match: "Match", asked_tokens: int) -> str:
     if not spec.flat or match.lacks or match.tokens >= asked_tokens:
         return ""
     return f"; it ends before digest {match.pages} (from 0 on), the first that is not there"
+
+
+def short_text(spec: KVSpec, match: "Match") -> str:
+    """Which components keep a match short; nothing if none does."""
+    return lacks_text(match.pages, match.known_pages, lacks_of(spec, match)) if match.lacks else ""
 
 
 def lacks_text(usable: int, known: int, lacks: list[dict[str, Any]]) -> str:

@@ -47,7 +47,7 @@ def prefetch(
         blobs = space.prefetch(ids, timeout=moving_s(timeout, (known - known_in_dram) * space.spec.page_bytes))
         pages, in_dram = _there(space, ids)
         if not pages:
-            raise NotFound(nothing_text(namespace, space.spec, space.match(ids, lease_s=0, boundaries=True), whole_list=True))
+            raise NotFound(nothing_text(namespace, space.spec, space.match(ids, lease_s=0), whole_list=True))
         asked = given.tokens(space.spec) // space.spec.page_tokens
     if as_json:
         print_json({"pages": pages, "dram_pages": in_dram, "blobs": blobs})

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from kvstore_client import Client, Component, KVSpec, Lack
+from kvstore_client import BadRequest, Client, Component, KVSpec, Lack
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.test_cli import as_json, kvstore
 from tests.integration.test_http import ask
@@ -38,7 +39,7 @@ def test_what_is_put_of_a_hybrid_model_is_found_with_all_its_components(daemon: 
     assert f"{FULL} (full) + {WINDOW} (window) + {STATE} (state)" in done.stderr
 
 
-def test_which_component_keeps_a_match_short_is_told(daemon: DaemonProcess) -> None:
+def test_which_component_keeps_a_match_short_is_told(daemon: DaemonProcess, tmp_path: Path) -> None:
     with Client(daemon.endpoint) as client:
         namespace = client.namespace("cli-short", "rev-short", HYBRID)
         tokens, put_id = np.arange(16, dtype=np.uint32), bytes(range(16))
@@ -50,12 +51,25 @@ def test_which_component_keeps_a_match_short_is_told(daemon: DaemonProcess) -> N
         assert (found.pages, found.known_pages) == (2, 4)
         assert found.lacks == (Lack(1, 3, 3, 4, 1), Lack(2, 2, 3, 4, 1))
         assert namespace.match(tokens[:8], lease_s=0, boundaries=True).lacks == ()
+        with namespace.match(tokens) as match:
+            assert match.lacks == found.lacks, "it is told without boundaries, too"
+            with pytest.raises(BadRequest, match=r"match of 2: 4 are there, .* window \(component 1\), state \(component 2\) .*`lacks`"):
+                namespace.fetch(match, np.empty(4 * FULL, np.uint8), pages=(0, 4))
+            with pytest.raises(BadRequest, match=r"pages \[0, 5\) of a match of 2: "):
+                namespace.view(match, pages=(0, 5))
     text = ("-t", ",".join(map(str, range(16))))
     window = "window (component 1) is missing on page 3, so at most 3 can be used"
     state = "state (component 2) is missing on page 3, so at most 2 can be used"
     for command in ("match", "why"):
         shown = kvstore(daemon, command, "cli-short", *text).stdout
         assert f"4 pages are there, of which 2 can be used: {window}; {state}\n" in shown
+    got = kvstore(daemon, "get", "cli-short", *text, "-o", str(tmp_path / "out"))
+    assert got.stdout.startswith("2 pages (8 of 16 tokens), ")
+    assert f"4 pages are there, of which 2 can be used: {window}; {state}\n" in got.stdout
+    got = kvstore(daemon, "get", "cli-short", *text, "-o", "-")
+    assert f"2 of 4 pages: 4 pages are there, of which 2 can be used: {window}; {state}\n" in got.stderr
+    got = as_json(kvstore(daemon, "get", "cli-short", *text, "-o", str(tmp_path / "out"), "--json"))
+    assert (got["pages"], got["known_pages"], [lack["kind"] for lack in got["lacks"]]) == (2, 4, ["window", "state"])
     with Client(daemon.endpoint) as client:
         client.namespace("cli-short").put(np.arange(100, 104, dtype=np.uint32), bytes(FULL), parts=parts[:1])
     for line in ("get cli-short -o - -t 100,101,102,103", "prefetch cli-short -t 100,101,102,103"):

@@ -96,7 +96,7 @@ class NamespaceRoutes:
             await store.rebuilding.bring(space, tokens, {}, body.rebuild_s)
         rebuildable = await store.rebuildable_pages(space, tokens, {})
         ask = None if body.estimate is None else body.estimate.ask()
-        match = store.match(space, tokens, {}, parts=True, boundaries=bool(space.tree.rules.optional), ask=ask)
+        match = store.match(space, tokens, {}, parts=True, ask=ask)
         runs = blobs = None
         if body.parts and match.parts is not None:
             ids = match.parts.ids

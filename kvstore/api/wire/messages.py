@@ -194,7 +194,7 @@ class Matched(Message):
     """Payload: if parts were asked for, 16 bytes of blob id for each part to load of each page, in order.
 
     `pages` is the longest usable boundary, `known_pages` how far the pages go; `boundaries` are the usable ones as half-open runs.
-    With them come the components that the end of the known pages `lacks` (see docs/protocol.md).
+    Where those are more, the components that their end `lacks` (see docs/protocol.md).
     If the cut of the `estimate` takes other parts than a front of these, `cut_runs` are they, and their ids come after the others.
     `rebuildable_pages` after `pages` can be computed again (-1 if it was not asked for).
     With `places` the place of each part of `runs` (see same_host.py) follows all ids. With `holes` the `runs` name the pages that are

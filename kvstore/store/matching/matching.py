@@ -32,8 +32,8 @@ class Match:
 
     `known_pages` is how far the pages themselves go. `boundaries` are all usable ones, if asked for. Of the pages to load
     `dram_pages` are in DRAM, the rest is on SSD (-1 if parts were not asked for). With an `estimate`, `cut_parts` are the parts to load
-    for its cut, where they are not a front of `parts`. `lacks` are the components that keep it from going to `known_pages`, if boundaries
-    were asked for.
+    for its cut, where they are not a front of `parts`. `lacks` are the components that keep it from going to
+    `known_pages`.
     """
 
     pages: int
@@ -96,7 +96,9 @@ class Matching:
             masks = tree.pages.components[known_slots]
             path = tree.shorten(known, tree.rules.longest(masks))
             if boundaries:
-                usable, lacks = np.flatnonzero(tree.rules.usable(masks)), tree.rules.lacks(masks)
+                usable = np.flatnonzero(tree.rules.usable(masks))
+            if path.pages < known.pages:
+                lacks = tree.rules.lacks(masks)
         elif boundaries:
             usable = np.arange(known.pages + 1)
         slots = known_slots[: path.pages]
