@@ -103,7 +103,7 @@ class Namespace(PrefixCalls, TextCalls):
         only. `estimate` asks what loading it costs beside computing it: `fetch(..., plan=match.estimate)` then loads what is better loaded.
         `rebuildable` asks how many of the missing pages can be computed again from their recipes (`rebuildable_pages`); `rebuild_s` asks to
         have that done, and waits for it so many seconds at most. Raises RebuildFailed if the workers that tried could not do it. `holes`
-        asks a flat namespace for all pages of the list that are there (`match.there()`), and not for its front only.
+        asks a flat namespace for all pages of the list that are there with all their components (`match.there()`), not for its front only.
         """
         after = self._lease_of(base)
         extra_pages, payload = with_extras(token_view(tokens, self.spec), extras)

@@ -58,13 +58,8 @@ def prefetch(
 
 def _there(space: "Namespace", ids: memoryview) -> tuple[int, int]:
     """How many pages of a prefix can be used, or of a flat namespace's list are there, whatever lacks between; and how many are in DRAM."""
-    spec = space.spec
-    if spec.flat and len(spec.components) == 1:
-        found = space.match(ids, lease_s=0, holes=True)
-        return found.known_pages, found.dram_pages
-    step = spec.hash_bytes if spec.flat else max(len(ids), 1)  # with windows or states a list can't be asked about at once
-    each = [space.match(ids[at : at + step], lease_s=0) for at in range(0, len(ids), step)]
-    return sum(one.pages for one in each), sum(one.dram_pages for one in each)
+    found = space.match(ids, lease_s=0, holes=space.spec.flat)
+    return found.known_pages if space.spec.flat else found.pages, found.dram_pages
 
 
 @misses

@@ -82,6 +82,12 @@ class ComponentRules:
             end = low
         return 0
 
+    def alone(self, masks: Masks) -> npt.NDArray[np.bool_]:
+        """Which pages can be used as prefixes of one page."""
+        needed = np.uint16(sum(rule.bit for rule in self.optional if rule.pages))
+        found: npt.NDArray[np.bool_] = masks & needed == needed
+        return found
+
     def lacks(self, masks: Masks) -> tuple[Lack, ...]:
         """Which components keep a prefix from being usable to its end, and where they are missing for that."""
         found, end = [], len(masks)

@@ -58,6 +58,7 @@ def test_usable_is_what_the_rule_says(spec: KVSpec, data: st.DataObject, chunk: 
         assert rules.longest(column) == max(b for b, good in enumerate(expected) if good)
     finally:
         components._CHUNK = before
+    assert rules.alone(column).tolist() == [literally_usable(spec, [mask], 1) for mask in masks]
 
 
 @given(spec=specs, data=st.data())

@@ -120,10 +120,8 @@ class FlatMachine(EvictingMachine):
 
     async def read_checked(self, pages: tuple[Page, ...]) -> None:
         tokens, extras = labels(pages)
-        holes = len(self.spec.components) == 1
-        match = self.store.match(self.space, tokens, extras, owner=1, lease_s=60, parts=True, holes=holes)
-        if holes:
-            assert match.known_pages == sum(there(self.store, self.space, pages))
+        match = self.store.match(self.space, tokens, extras, owner=1, lease_s=60, parts=True, holes=True)
+        assert match.known_pages == sum(self.store.match(self.space, *labels((page,))).pages for page in pages)
         for page, is_there in zip(pages, there(self.store, self.space, pages), strict=True):
             assert is_there or page not in self.durable, f"{page} is durable, and not there"
             if is_there:

@@ -138,7 +138,7 @@ class MatchRequest(Message):
     `hints` count with a lease only. `rebuildable` asks how much of the rest can be computed again; `rebuild_ms` asks to have that done, and
     waits for it so long at most.
     `places` asks where the parts are in shared memory, which a lease keeps them in. `holes` asks a flat namespace for all pages of the list
-    that are there, and not for its front only.
+    that are there with all their components, and not for its front only.
     """
 
     namespace: str

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -66,13 +67,13 @@ class Matching:
 
         With a `base`, a lease of this owner, the tokens are those after it. `hints` count with a lease only. With an `ask` it is estimated
         what loading costs, over a link of this measured rate (0: that of the tenant), and what is best not loaded. With `holes` all pages
-        of a flat namespace that are there are found, whatever lacks between them: `pages` is the end of the last one. `defer` takes over
-        what is only for the record.
+        of a flat namespace that are there with all their components are found, whatever lacks between them: `pages` is the end of the last
+        one. `defer` takes over what is only for the record.
         """
         tokens, start = as_token_bytes(tokens), self.base_path(owner, space, base)
         if holes:
-            if not space.spec.flat or space.tree.rules.optional or not parts or ask is not None:
-                raise BadRequest("holes are for the parts of a flat namespace that has neither windows nor states, without an estimate")
+            if not space.spec.flat or not parts or ask is not None:
+                raise BadRequest("holes are for the parts of a flat namespace, without an estimate")
             return self._match_scattered(space, tokens, extras, owner, lease_s, hints)
         if space.spec.flat:
             found, slots = self._match_flat(space, tokens, extras, owner, lease_s, parts, hints)
@@ -152,17 +153,20 @@ class Matching:
         return Match(count, count * space.spec.page_tokens, len(paths), in_dram, lease, table, usable, lacks=lacks), slots[:count]
 
     def _match_scattered(self, space: Space, labels: bytes, extras: Extras, owner: int, lease_s: float, hints: Hints) -> Match:
-        """The pages of a list, each of which stands alone, that are there."""
+        """The pages of a list, each of which stands alone, that are there with all their components."""
         tree, width = space.tree, space.tree.pages.token_bytes
         found: dict[int, Path] = {}
         for page in range(len(labels) // width):
             path = tree.match(labels[page * width : (page + 1) * width], {0: extras[page]} if page in extras else {})
             if path.pages:
                 found[page] = path
+        slots = np.array([tree.path_slots(path)[0] for path in found.values()], np.int32)
+        if tree.rules.optional:
+            whole = tree.rules.alone(tree.pages.components[slots])
+            found, slots = dict(compress(found.items(), whole)), slots[whole]
         paths, numbers = list(found.values()), list(found)
-        slots = np.array([tree.path_slots(path)[0] for path in paths], np.int32)
         lease = self._lease_alone(space, paths, slots, owner, lease_s, hints)
-        table, in_dram = part_table(space, slots)
+        table, in_dram = part_table(space, slots, alone=True)
         end, tokens = numbers[-1] + 1 if numbers else 0, len(paths) * space.spec.page_tokens
         return Match(end, tokens, len(paths), in_dram, lease, table.scattered(numbers), np.empty(0, np.int64))
 

@@ -40,13 +40,16 @@ class PartTable:
         return replace(self, runs=tuple(runs))
 
 
-def part_table(space: Space, slots: Slots) -> tuple[PartTable, int]:
-    """The parts to load to go on from the end of a path, and how many of its pages are in DRAM with them."""
+def part_table(space: Space, slots: Slots, *, alone: bool = False) -> tuple[PartTable, int]:
+    """The parts to load to go on from the end of a path, and how many of its pages are in DRAM with them.
+
+    Of pages that stand `alone` all are to be loaded.
+    """
     rules = space.tree.rules
     if len(slots) == 1 and not rules.optional:
         return _of_page(space, int(slots[0]))
     columns = space.tree.parts_of(slots)
-    if rules.optional:
+    if rules.optional and not alone:
         first = np.array([rules.first_page(component, len(slots)) for component in range(len(space.spec.components))])
         needed = columns.page >= first[columns.component]
         columns = PartColumns(columns.page[needed], columns.blob[needed], columns.component[needed], columns.ranges[needed])
