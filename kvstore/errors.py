@@ -8,7 +8,8 @@ class KVStoreError(Exception):
     """Base of every error that crosses the API.
 
     `code` is stable and meant for programs; the message says what was wrong, where, and what to do.
-    `done_pages`: of a list of pages, those before this one are done, durably if that was asked for.
+    `done_pages`: of a list of pages, those before this one are done, durably if that was asked for; of a prefix that was put, its pages
+    before this one, counted from the root, are there, durably likewise.
     """
 
     code: ClassVar[str] = "internal"

@@ -240,7 +240,8 @@ class Namespace(PrefixCalls, TextCalls):
         that the pages before that one are put, and durable if they were to be: of a commit that SSD took only a part of, too.
 
         Raises MissingParent if the pages before are not in the store, and NoSpace: also where there is no room for all of it, so that
-        what had come of it went again.
+        what had come of it went again. In a tree the error's `done_pages` (also of DiskFailing) are the pages of the prefix, counted from
+        the root, that are there, and durable if they were to be.
         """
         after = self._lease_of(base)  # once: it may be released while this goes on
         parts = by_default(self.spec, parts, put_id, wrapped=1) or (self.spec.whole(),)

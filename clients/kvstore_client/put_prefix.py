@@ -1,11 +1,13 @@
 """Puts of a prefix, or of its end: pages one after the other, in commits from the front."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvstore.api.wire import BadRequest, KVSpec, MissingParent, NoSpace, PartRange
+from kvstore.api.wire import BadRequest, KVSpec, KVStoreError, MissingParent, NoSpace, PartRange
 from kvstore.api.wire.put_messages import Committed, PutStart
 from kvstore_client.convert import part_list
 from kvstore_client.put import PUT_BYTES, PUT_PAGES, PutResult, commit_bytes, in_all, put_once
@@ -58,6 +60,17 @@ def prefix_put(
     return PrefixPut(start, labels, extras, recipe, layout, source)
 
 
+@contextmanager
+def _saying_what_is_there(ack: str) -> Iterator[None]:
+    try:
+        yield
+    except KVStoreError as error:
+        if error.done_pages:
+            error.message += f" (of the prefix the first {error.done_pages} pages are {'durable' if ack == 'durable' else 'there'})"
+            error.args = (error.message,)
+        raise
+
+
 async def put_prefix(
     client: "AsyncClient", asked: PrefixPut, message: PutStart, whole: Whole, progress: Progress | None, timeout: float | None
 ) -> PutResult:
@@ -70,7 +83,8 @@ async def put_prefix(
             if (part := asked.part_of(message, first, last)) is None:
                 continue
             try:
-                done.append(await put_once(client, *part, asked.source, layout, whole, progress, alone=len(cut) == 1))
+                with _saying_what_is_there(message.ack):
+                    done.append(await put_once(client, *part, asked.source, layout, whole, progress, alone=len(cut) == 1))
             except MissingParent as error:
                 if not done:
                     raise

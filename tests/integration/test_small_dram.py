@@ -76,3 +76,15 @@ async def test_a_put_whose_beginning_goes_before_it_is_whole_says_that_there_is_
             with pytest.raises(MissingParent, match="but the store has 0 pages"):
                 await namespace.put(tokens, data[CHAIN.page_bytes :], first_page=1)
             assert (await namespace.put(tokens, data)).new_pages == 8
+
+
+def test_a_put_to_a_tree_that_stops_says_how_far_it_got(tmp_path: Path) -> None:
+    data = np.random.default_rng(6).integers(0, 256, 12 * CHAIN.page_bytes, dtype=np.uint8)
+    tokens = np.arange(48, dtype=np.uint32)
+    with DaemonProcess(tmp_path / "data", "--dram", "16MiB", "--ssd", "32MiB") as daemon, Client(daemon.endpoint, timeout=20) as client:
+        namespace = client.namespace("too-much", "rev-1", CHAIN)
+        with pytest.raises(NoSpace, match=r"\(of the prefix the first \d+ pages are durable\)") as refused:
+            namespace.put(tokens, data, durable=True)
+        assert namespace.match(tokens, lease_s=0).pages >= refused.value.done_pages > 0
+        again = namespace.put(tokens[: 4 * refused.value.done_pages], data[: refused.value.done_pages * CHAIN.page_bytes], durable=True)
+        assert (again.new_pages, again.existing_pages) == (0, refused.value.done_pages)

@@ -224,6 +224,31 @@ async def test_retained_pages_are_not_given_up_for_newer_ones(tmp_path: Path) ->
         check(store)
 
 
+async def test_a_put_that_is_refused_says_how_much_of_its_prefix_is_there(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", dram_bytes=1 << 20, ssd_bytes=20 * 5000)) as store:
+        space = await store.create_namespace(settings_named())
+        prefix, kept = tuple(range(1000, 1008)), 0
+        await put(store, space, prefix[:3], b"v" * 16, Ack.DURABLE)
+        with pytest.raises(NoSpace):  # noqa: PT012 - until SSD is full
+            for kept in range(100):
+                await put(store, space, (kept,), b"v" * 16, Ack.DURABLE)
+        with pytest.raises(NoSpace) as refused:
+            await put(store, space, prefix, b"v" * 16, Ack.DURABLE)
+        slots = space.tree.path_slots(space.tree.match(tokens_of(prefix)))
+        assert (len(slots), refused.value.done_pages) == (8, 3), "all can be read, and three are durable"
+        assert [space.is_durable(int(slot)) for slot in slots] == [True] * 3 + [False] * 5
+        with pytest.raises(NoSpace) as refused:
+            await put(store, space, (*prefix, 5, 6), b"v" * 16, Ack.DURABLE, first=8)
+        assert refused.value.done_pages == 3
+        with pytest.raises(NoSpace) as refused:
+            await put(store, space, (999,), b"v" * 16, Ack.DURABLE)
+        assert refused.value.done_pages == 0
+        with pytest.raises(NoSpace, match="fewer pages at once") as refused:
+            await store.begin_put(OWNER, space, PutRequest(b"w" * 16, tokens_of((*prefix, *range(400))), {}, 0, PARTS, Ack.MEMORY))
+        assert refused.value.done_pages == 8, "of a put that is not to be durable"
+        check(store)
+
+
 async def test_pages_past_their_retention_make_room(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space = await store.create_namespace(settings_named(retention_s=0))

@@ -46,7 +46,7 @@ class Welcome(Message):
 
 
 class ErrorReply(Message):
-    """A typed error; it ends the request. Of a list of pages those before `done_pages` are done."""
+    """A typed error; it ends the request. Of a list of pages, or a prefix that was put, those before `done_pages` are done."""
 
     code: str
     message: str

@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import Busy, NoSpace, NotFound
+from kvstore.errors import Busy, DiskFailing, NoSpace, NotFound
 from kvstore.radix.pages import Slots
 from kvstore.store.dram.copies import Copies
 from kvstore.store.puts.assembly import ADVANCED_AT_ONCE, Assemblies, Assembly, Bringing
 from kvstore.store.puts.open_puts import OpenPuts
-from kvstore.store.puts.pages import Had, runs_of, slots_of
+from kvstore.store.puts.pages import Had, done_pages, runs_of, slots_of
 from kvstore.store.puts.plain import is_plain
 from kvstore.store.puts.put import Put
 from kvstore.store.puts.request import Ack, PutResult
@@ -48,13 +48,13 @@ class Commits:
         """Make the put's pages visible, as far as other shards do not lack; wait for those up to `wait_s`.
 
         A put that asks for it is acknowledged when its pages are durable. If NoSpace comes from that step, they can be read
-        but are not promised to stay.
+        but are not promised to stay, but for the error's `done_pages`.
         """
         try:
             return await self._commit_and_wait(put, wait_s)
-        except (Busy, NoSpace) as error:
+        except (Busy, NoSpace, DiskFailing) as error:
             self._stats.count_refusal(error)
-            raise
+            raise error if put.space.spec.flat else error.after(done_pages(put)) from error
 
     def commit_now(self, put: Put, defer: Defer) -> PutResult | None:
         """As `commit`, for a put that can't but succeed at once, as most can't; None, with nothing done, for others.

@@ -11,10 +11,11 @@ from kvstore.digests import KEY_BYTES, NO_EXTRA, page_key
 from kvstore.errors import BadRequest, Busy, MissingParent
 from kvstore.kvspec import PartRange
 from kvstore.radix.components import Masks
-from kvstore.radix.pages import Slots
+from kvstore.radix.pages import DURABLE, Slots
 from kvstore.radix.values import Path
 from kvstore.store.puts.assembly import Assemblies
 from kvstore.store.puts.put import Put
+from kvstore.store.puts.request import Ack
 
 MAX_PUT_PAGES = 4096
 MAX_FLAT_PAGES = 256
@@ -101,6 +102,19 @@ def masks_of(put: Put) -> Masks:
         return np.zeros(put.total_pages - put.first_page, np.uint16)  # nor is any page below it
     slots = slots_of(put)
     return np.where(slots >= 0, pages.components[slots], np.uint16(0)).astype(np.uint16)
+
+
+def done_pages(put: Put) -> int:
+    """How many pages at the front of a put's prefix are there, from the root on; durably, if the put asks for that."""
+    tree, there = put.space.tree, slots_of(put)
+    last = int(np.count_nonzero(there >= 0)) - 1
+    slot = int(there[last]) if last >= 0 else tree.pages.find_key(put.parent) if put.first_page else -1
+    if slot < 0:
+        return 0
+    slots = tree.path_slots(tree.path_to(slot))
+    if put.request.ack is Ack.DURABLE:  # a page is, only if all before it are
+        return int(np.count_nonzero(tree.pages.flags[slots] & DURABLE))
+    return len(slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvstore.store.dram.residency import Residency
 from kvstore.store.puts.assembly import MAX_PENDING_PAGES, Assemblies
 from kvstore.store.puts.committing import Commits
 from kvstore.store.puts.open_puts import OpenPuts
-from kvstore.store.puts.pages import check_apart, check_pages, check_parent, masks_of, name_alone, name_pages, slots_of
+from kvstore.store.puts.pages import check_apart, check_pages, check_parent, done_pages, masks_of, name_alone, name_pages, slots_of
 from kvstore.store.puts.pending import whole_components
 from kvstore.store.puts.put import Put
 from kvstore.store.puts.request import Ack, PutRequest, check_parts
@@ -95,9 +95,10 @@ class Puts:
         except BaseException as error:
             self._stats.count_refusal(error)
             if isinstance(error, KVStoreError):
+                error = error.after(done_pages(put)) if isinstance(error, NoSpace) and put.keys and not space.spec.flat else error
                 put.fail(error)  # what was sent behind it is told that, too
             self.open.abort(put)
-            raise
+            raise error
         put.ready = True
         put.begun.set()
         self.open.tell_opened()
