@@ -93,12 +93,19 @@ class Quotas:
 
 
 class SsdBudget:
-    """The tenants' SSD quotas as one group commit meets them. `used` counts a tenant's bytes on SSD, `make_room` evicts its own."""
+    """The tenants' SSD quotas as one group commit meets them.
 
-    def __init__(self, quotas: Quotas, used: Callable[[str], int], make_room: Callable[[int, str], int]) -> None:
+    `used` counts a tenant's bytes on SSD, `make_room` evicts its own, and `kept_as` says what keeps those that are left.
+    """
+
+    def __init__(
+        self, quotas: Quotas, used: Callable[[str], int], make_room: Callable[[int, str], int], kept_as: Callable[[str], str]
+    ) -> None:
         self._quotas = quotas
         self._count = used
         self._make_room = make_room
+        self._kept_as = kept_as
+        self._said: dict[str, str] = {}
         self._on_disk: dict[str, int] = {}
         self._admitted: Counter[str] = Counter()
 
@@ -117,6 +124,7 @@ class SsdBudget:
             quota = named(tenant, "ssd", limit)
             if nbytes > limit:
                 return NoSpace(f"{nbytes} bytes to be written at once are over {quota}: put fewer pages at once")
-            return NoSpace(f"{quota} is full, and what is there is leased, retained, or of puts under way")
+            kept = self._said[tenant] = self._said.get(tenant) or self._kept_as(tenant)  # once: it looks at every page
+            return NoSpace(f"{quota} is full, and what is there {kept}")
         self._admitted[tenant] += nbytes
         return None

@@ -37,7 +37,7 @@ from kvstore.store.puts.following import Following
 from kvstore.store.puts.put import Put
 from kvstore.store.puts.putting import Puts
 from kvstore.store.puts.request import PutRequest, PutResult
-from kvstore.store.quotas import Quotas, SsdBudget
+from kvstore.store.quotas import Quotas
 from kvstore.store.rebuilding.gaps import find_gap, rebuildable_keys
 from kvstore.store.rebuilding.rebuilding import Rebuilding
 from kvstore.store.recipes.recipes import Recipes
@@ -167,8 +167,7 @@ class Store:
             self._files.blobs, self._files.journal, self._writer, self._trash, self.stats,
             lambda wanted, tenant: self._residency.make_ssd_room(wanted, self._clock.now(), tenant), self._arena.view, config.batch_bytes,
             self._clock.now,
-            lambda make_room: SsdBudget(self.quotas, self._spaces.ssd_bytes_of, make_room),
-            config.durable_wait_s, lambda: self.replacement.ready(SSD),
+            self._residency.ssd_budget, config.durable_wait_s, lambda: self.replacement.ready(SSD),
         )  # fmt: skip
         self._residency.writeback = self._writeback
         self.reading = Reading(

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Busy, NoSpace
-from kvstore.store import Ack, NamespaceSettings, Space, Store
+from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.quotas import Quota, Quotas
-from tests.store.test_store import OWNER, SPEC, config, put, tokens_of
+from tests.store.test_store import OWNER, PARTS, SPEC, config, put, tokens_of
 
 KEPT = {"rebuild": "never"}
 """Pages that may not be discarded: they have to go to SSD."""
@@ -29,7 +29,8 @@ async def test_dram_that_the_ssd_quota_lets_nobody_leave(tmp_path: Path) -> None
         with pytest.raises(NoSpace) as told:
             await fill(store, hers)
         assert f"quota of {DRAM} bytes in DRAM (`dram` of alice)" in told.value.message
-        assert f"quota of {SSD} bytes on SSD (`ssd` of alice)" in told.value.message
+        assert f"is full: what is there may not be discarded, and the quota of {SSD} bytes on SSD (`ssd` of alice)" in told.value.message
+        assert told.value.message.endswith("is full, and what is there may not be discarded")
         assert store.figures.usage()["dram"].used <= DRAM
         his = await space_of(store, "bob")
         await put(store, his, (0,), b"v" * 16)
@@ -59,10 +60,34 @@ async def test_ssd_that_is_retained_and_a_put_that_is_larger_than_the_quota(tmp_
         ):
             await put(store, hers, tuple(range(18)), b"v" * 16, Ack.DURABLE)
         assert store.figures.puts_open == 0
-        full = rf"the quota of {SSD} bytes on SSD \(`ssd` of alice\) is full, and what is there is leased, retained, or of puts under way"
-        with pytest.raises(NoSpace, match=full):  # noqa: PT012 - until it is full
+        kept = "is kept for the retention_s of its namespace"
+        full = rf"the quota of {SSD} bytes on SSD \(`ssd` of alice\) is full, and what is there "
+        with pytest.raises(NoSpace, match=f"{full}{kept}$"):  # noqa: PT012 - until it is full
             for number in range(50):
                 await put(store, hers, (number,), b"v" * 16, Ack.DURABLE)
+        under_way = await store.begin_put(OWNER, hers, PutRequest(b"w" * 16, tokens_of((0, 9)), {}, 1, PARTS, Ack.MEMORY))
+        with pytest.raises(NoSpace, match=f"{full}is of puts under way or {kept}$"):
+            await put(store, hers, (51,), b"v" * 16, Ack.DURABLE)
+        store.match(hers, tokens_of((1,)), {}, owner=OWNER, lease_s=60)
+        with pytest.raises(NoSpace, match=f"{full}is leased or is of puts under way or {kept}$"):
+            await put(store, hers, (52,), b"v" * 16, Ack.DURABLE)
+        store.abort_put(under_way)
+        with pytest.raises(NoSpace, match=f"{full}is leased or {kept}$"):
+            await put(store, hers, (53,), b"v" * 16, Ack.DURABLE)
+
+
+async def test_dram_that_a_put_and_a_full_ssd_keep(tmp_path: Path) -> None:
+    async with Store(config(tmp_path, dram_bytes=24 * 5000, ssd_bytes=12 * 5000)) as store:
+        space = await store.create_namespace(NamespaceSettings("t", "n", "model", SPEC))
+        with pytest.raises(NoSpace):  # noqa: PT012 - until SSD is full of what was promised
+            for number in range(50):
+                await put(store, space, (number,), b"v" * 16, Ack.DURABLE)
+        puts = []
+        with pytest.raises(NoSpace, match=r"no DRAM free .*: what is there is of puts under way, and SSD has no room"):  # noqa: PT012
+            for number in range(100, 200):
+                await put(store, space, (number,), b"v" * 16)
+                request = PutRequest(b"w" * 16, tokens_of((number, 9)), {}, 1, PARTS, Ack.MEMORY)
+                puts.append(await store.begin_put(OWNER, space, request))
 
 
 def test_what_is_in_flight() -> None:

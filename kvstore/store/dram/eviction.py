@@ -4,7 +4,7 @@ A page's required components are one unit, of the value that the policy gives to
 old as the last use of a boundary that needed it: a window part behind every boundary in use goes long before its page.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -219,6 +219,25 @@ def evict_ssd(space: Space, wanted: int, now: float, footprint: Callable[[int], 
                 return freed
             freed += _give_up_on_ssd(unit, footprint)
     return freed
+
+
+NOT_DISCARDED = "may not be discarded"
+OF_PUTS = "is of puts under way"
+
+
+def kept_on_ssd_as(spaces: Iterable[Space], now: float) -> str:
+    """Why what some namespaces have on SSD stays there, in words. Looks at every page."""
+    why: dict[str, bool] = {"is leased": False, OF_PUTS: False, "is kept for the retention_s of its namespace": False, NOT_DISCARDED: False}
+    for space in spaces:
+        pages, slots = space.tree.pages, space.tree.live_slots()
+        slots = slots[(pages.flags[slots] & DURABLE) != 0]
+        if not len(slots):
+            continue
+        held = pages.held[slots]
+        kept = space.keeps_all or (space.guarded and not (pages.flags[slots] & RECIPE).all())
+        each = (pages.leases[slots] > held).any(), held.any(), (pages.retain[slots] > now).any(), kept
+        why = {text: before or bool(now) for (text, before), now in zip(why.items(), each, strict=True)}
+    return " or ".join(text for text, holds in why.items() if holds) or "is being written"
 
 
 def _give_up_on_ssd(unit: Unit, footprint: Callable[[int], int]) -> int:

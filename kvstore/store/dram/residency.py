@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 
 import numpy as np
@@ -11,11 +11,11 @@ import numpy as np
 from kvstore.columns import distinct
 from kvstore.errors import Busy, DiskFailing, KVStoreError, NoSpace
 from kvstore.radix.pages import Slots
-from kvstore.store.dram.eviction import Unit, discard, dram_victims, evict_ssd, free_dram
+from kvstore.store.dram.eviction import NOT_DISCARDED, OF_PUTS, Unit, discard, dram_victims, evict_ssd, free_dram, kept_on_ssd_as
 from kvstore.store.dram.replacement import DRAM, SSD, Replacement
 from kvstore.store.dram.spares import Spares
 from kvstore.store.dram.vacate import Vacator
-from kvstore.store.quotas import Quotas, named, room_to_make
+from kvstore.store.quotas import Quotas, SsdBudget, named, room_to_make
 from kvstore.store.space import Space
 from kvstore.store.ssd.writeback import Writeback
 from kvstore.store.stats import Stats
@@ -57,8 +57,8 @@ class Residency:
         self._room = asyncio.Condition()
         self._growing: dict[SlotClass, asyncio.Task[None]] = {}
         self._moving = False
-        self._refused: set[int] = set()
-        """Namespaces that did not let something go that can't be written."""
+        self._refused: dict[int, set[str]] = {}
+        """Namespaces that did not let something go that can't be written, and why, in words."""
         self._held_up: dict[str | None, str] = {}
         """Why the last pass of the mover freed nothing, if that is for good: that over all, or (by tenant) one over what is its own."""
         self._why_refused: dict[str, str] = {}
@@ -239,20 +239,20 @@ class Residency:
 
         What may not be discarded, and can't be written, is passed over.
         """
-        refusing: set[int] = set()
-        while (freed := await self._reclaim_once(wanted, tenant, refusing)) <= 0 and self._refused - refusing:
+        refusing: dict[int, set[str]] = {}
+        while (freed := await self._reclaim_once(wanted, tenant, refusing)) <= 0 and self._refused.keys() - refusing:
             refusing |= self._refused
         state = self.writeback.state
         if freed > 0 or not refusing:
             self._held_up.pop(tenant, None)
         else:
             why = state.error().message if not state.ok else self._why_refused.get(tenant or "", "SSD has no room for it")
-            self._held_up[tenant] = f"what is there may not be discarded, or is of puts under way, and {why}"
+            self._held_up[tenant] = f"what is there {' or '.join(sorted(set().union(*refusing.values()), reverse=True))}, and {why}"
         return freed
 
-    async def _reclaim_once(self, wanted: int, tenant: str | None, refusing: set[int]) -> int:
+    async def _reclaim_once(self, wanted: int, tenant: str | None, refusing: Container[int]) -> int:
         freed, pending = 0, []
-        self._refused = set()
+        self._refused = {}
         await self._replacement.catch_up()
         await self._replacement.give_up_waiting()
         if tenant is None:
@@ -336,7 +336,8 @@ class Residency:
             elif unit.space.number not in stay and discard(unit):
                 discarded += 1
             elif unit.space.number not in stay and (unit.space.text is None or unit.space.text.idle):
-                self._refused.add(unit.space.number)
+                why = OF_PUTS if unit.space.tree.pages.leases[slot] else NOT_DISCARDED
+                self._refused.setdefault(unit.space.number, set()).add(why)
         if discarded:
             _log.warning("%d pages were discarded, as SSD does not take them: %s", discarded, "; ".join(dict.fromkeys(refused.values())))
         return before - self._arena.usage().used
@@ -344,6 +345,14 @@ class Residency:
     def _of(self, tenant: str | None) -> list[Space]:
         """The namespaces of a tenant, or of all."""
         return [space for space in self._spaces() if tenant is None or space.settings.tenant == tenant]
+
+    def ssd_budget(self, make_room: Callable[[int, str], int]) -> SsdBudget:
+        """The tenants' SSD quotas, for one group commit."""
+
+        def used(tenant: str) -> int:
+            return sum(space.ssd_bytes() for space in self._of(tenant))
+
+        return SsdBudget(self._quotas, used, make_room, lambda tenant: kept_on_ssd_as(self._of(tenant), self.writeback.now()))
 
     def make_ssd_room(self, wanted: int, now: float, tenant: str | None = None) -> int:
         """Give up the coldest unprotected pages on SSD (of a tenant, if given). Returns the bytes that the next commit will free."""
