@@ -28,6 +28,7 @@ _ENVIRONMENT = "KVSTORE_"
 CLIENT_VARIABLES = ("KVSTORE_HTTP", "KVSTORE_ENDPOINT", "KVSTORE_TOKEN", "KVSTORE_TLS_CA", "KVSTORE_TIMEOUT")
 """What the command line and the SDK read: no settings of the daemon, and no mistakes in its environment."""
 _TESTS = "KVSTORE_TEST_"
+_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_.-]+")
 _KUBERNETES = re.compile(r"KVSTORE_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 """What Kubernetes sets in every container beside a service that is called kvstore."""
 
@@ -136,9 +137,8 @@ class Config(BaseModel):
             if endpoint := getattr(self, name):
                 check_endpoint(name, endpoint, insecure=self.events_insecure)
         check_topic(self.events_topic)
-        _check_host("host", self.host)
-        for host, _ in self.more_addresses():
-            _check_host("listen", host)
+        for setting, host in [("host", self.host), *(("listen", host) for host, _ in self.more_addresses())]:
+            _check_host(setting, host)
         if not (self.loopback or self.guarded or self.insecure):
             where = ", ".join((self.host, *self.listen))
             raise ValueError(
@@ -221,11 +221,12 @@ def _address(text: str, port: int) -> tuple[str, int]:
 
 
 def _check_host(setting: str, host: str) -> None:
-    """Raise ValueError if it is neither an address nor a name of one. Asks for that of names only."""
+    """Raise ValueError for what can't be an address, nor a name of one. What a name is of is asked where it is bound: it may take long."""
     try:
-        socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"{setting}: {host!r} is no address, and no name of one: {error}") from None
+        if not _NAME.fullmatch(host):
+            socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        raise ValueError(f"{setting}: {host!r} is no address, and no name of one") from None
 
 
 def _is_loopback(host: str) -> bool:

@@ -54,14 +54,14 @@ async def serve(config: Config, stop: asyncio.Event | None = None, clock: Clock 
     tls = None if certificate is None else certificate.context
     endpoints: list[str] = []
     control = ControlPlane(endpoints, guard)
-    http_socket, http_endpoint = bind_tcp(config.host, config.http_port)
+    http_socket, http_endpoint = await bind_tcp("host", config.host, config.http_port)
     runner = web.AppRunner(control.app, access_log=None, shutdown_timeout=_DRAIN_S)
     await runner.setup()
     try:
         await web.SockSite(runner, http_socket, ssl_context=tls).start()
         _log.info("control plane on %s://%s", "http" if tls is None else "https", http_endpoint)
         async with Store(store_config, clock) as store, _recording(config, store) as recorder, _events(config, store):
-            listeners = _bind(config)
+            listeners = await _bind(config)
             endpoints += [endpoint for _, endpoint in listeners]
             data_plane = DataPlane(
                 store, guard, tls=tls, max_connections=config.max_connections, client_timeout_s=config.client_timeout,
@@ -213,11 +213,12 @@ def _unix_path(config: Config) -> Path:
     return config.unix_socket or config.data_dir / "kvstore.sock"
 
 
-def _bind(config: Config) -> list[tuple[socket.socket, str]]:
+async def _bind(config: Config) -> list[tuple[socket.socket, str]]:
     bound: list[tuple[socket.socket, str]] = []
     try:
-        for host, port in [(config.host, config.port), *config.more_addresses()]:
-            listener, endpoint = bind_tcp(host, port)
+        more = [("listen", *address) for address in config.more_addresses()]
+        for setting, host, port in [("host", config.host, config.port), *more]:
+            listener, endpoint = await bind_tcp(setting, host, port)
             bound.append((listener, endpoint if config.tls_cert is None else f"tls://{endpoint}"))
         path = _unix_path(config)
         if config.unix_socket is None and len(str(path)) > _MAX_UNIX_PATH:

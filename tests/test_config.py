@@ -55,8 +55,9 @@ def test_a_tier_that_is_no_size_is_said_once() -> None:
     [
         ("put_wait", "1 s", 'put_wait is "1 s", not a number of seconds, without a unit'),
         ("move_share", "half", 'move_share is "half", not a number'),
-        ("listen", "not-an-address.invalid", "listen: 'not-an-address.invalid' is no address, and no name of one"),
-        ("host", "127.0.0.1.5", "host: '127.0.0.1.5' is no address, and no name of one"),
+        ("listen", "127.0.0.1.5:80", "listen: '127.0.0.1.5' is no address, and no name of one"),
+        ("listen", "[::1::2]", "listen: '::1::2' is no address, and no name of one"),
+        ("host", "http://localhost", "host: 'http://localhost' is no address, and no name of one"),
     ],
 )
 def test_what_is_wrong_is_said_so_that_it_can_be_mended(setting: str, value: object, said: str) -> None:

@@ -10,6 +10,7 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from kvstore.api.connection import CLIENT_TIMEOUT_S, Connection
 from kvstore.api.guard import Guard
@@ -19,7 +20,7 @@ from kvstore.api.same_host import SameHost
 from kvstore.api.sessions import Sessions
 from kvstore.api.wire import Channel, FrameType, TlsChannel, encode, pack
 from kvstore.api.wire.messages import ErrorReply
-from kvstore.errors import Busy, Conflict
+from kvstore.errors import BadRequest, Busy, Conflict
 from kvstore.loop import Loop
 from kvstore.store import Store
 
@@ -32,6 +33,8 @@ _REFUSED = 32
 _FULL = "this daemon has as many connections as it takes: close clients that are not needed, or raise its max_connections"
 """To whom is not known by a token: how many those are is not for everybody."""
 _RETRY_MS = 1000
+_RESOLVE_S = 10.0
+"""How long a name is looked up."""
 
 
 class DataPlane:
@@ -165,13 +168,17 @@ class DataPlane:
         return Channel(sock) if self._tls is None else TlsChannel(sock, self._tls)
 
 
-def bind_tcp(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening TCP socket and its endpoint, `host:port` (port 0 takes a free one)."""
+async def bind_tcp(setting: str, host: str, port: int) -> tuple[socket.socket, str]:
+    """A listening TCP socket and its endpoint, `host:port` (port 0 takes a free one).
+
+    Raises BadRequest if what the `setting` says is neither an address of this machine nor a name of one, and Conflict if it is in use.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = await _resolved(setting, host, port, family)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener.bind(address)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
@@ -179,6 +186,21 @@ def bind_tcp(host: str, port: int) -> tuple[socket.socket, str]:
         raise Conflict(f"can't listen on {host}:{port}: {error.strerror}; choose others with --host, --port and --http-port") from error
     name = f"[{host}]" if ":" in host else host
     return listener, f"{name}:{listener.getsockname()[1]}"
+
+
+async def _resolved(setting: str, host: str, port: int, family: socket.AddressFamily) -> Any:
+    """Where to bind. A name is looked up beside the loop, which others may be served by already."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_RESOLVE_S):
+            found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except TimeoutError:
+        raise BadRequest(
+            f"{setting}: nobody said within {_RESOLVE_S:g} s what address {host!r} is of: mend the name service, or give the address"
+        ) from None
+    except (OSError, UnicodeError) as error:
+        raise BadRequest(f"{setting}: {host!r} is no address, and no name of one: {error}") from error
+    return found[0][4]
 
 
 def bind_unix(path: Path, *, for_others: bool = False) -> tuple[socket.socket, str]:
