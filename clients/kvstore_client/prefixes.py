@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.api.wire import BadRequest, FrameType, Hints, KVSpec
 from kvstore.api.wire.messages import Affected, Pinned, Prefetched, Prefix
+from kvstore.lease_times import MAX_PIN_S, check_seconds
 from kvstore_client.arguments import FLAG, checked
 from kvstore_client.lists import LIST_PAGES, HowFar, Piece, pieces
 from kvstore_client.pins import pin_once, unpin
@@ -55,7 +56,8 @@ class PrefixCalls:
         a list of up to 256 pages. If the call fails, or is cancelled, a pin that was made all the same is ended, if the daemon can be told
         so within 5 seconds.
         """
-        labels, ttl_ms = token_view(tokens, self.spec), milliseconds("ttl_s", ttl_s)
+        check_seconds("ttl_s", ttl_s, MAX_PIN_S)
+        labels, ttl_ms = token_view(tokens, self.spec), max(1, milliseconds("ttl_s", ttl_s))
         if self.spec.flat and (pages := len(labels) // self.spec.hash_bytes) > LIST_PAGES:
             raise BadRequest(
                 f"{pages} pages of a flat namespace in one pin: give at most {LIST_PAGES}, and pin the others in further calls, each a pin"

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from kvstore.api.models import BASE64_PATTERN, WHOLE, LackNow, PinId, ReplyModel, RequestModel, from_base64, from_numbers
 from kvstore.hints import MAX_SESSION_BYTES
 from kvstore.kvspec import KVSpec
-from kvstore.store.matching.leases import MAX_PIN_S
+from kvstore.lease_times import MAX_PIN_S
 
 
 def exactly_one(*names: str) -> ConfigDict:

@@ -21,6 +21,7 @@ from kvstore.cli.common import (
 from kvstore.cli.labels import DigestsOption, MaybeTokensOption, labels_of
 from kvstore.cli.lacks import nothing_text
 from kvstore.errors import BadRequest, NotFound
+from kvstore.lease_times import MAX_PIN_S, check_seconds
 
 if TYPE_CHECKING:  # the SDK is imported when it connects
     from kvstore_client.blocking import Namespace
@@ -73,10 +74,7 @@ def pin(
     as_json: JsonOption = False,
 ) -> None:
     """Keep a prefix from being evicted for some time. Exit code 1 if nothing of it is there, 2 for an error."""
-    from kvstore.store.matching.leases import MAX_PIN_S  # the other commands start faster without the store
-
-    if not 0 < ttl <= MAX_PIN_S:
-        raise BadRequest(f"--ttl is {ttl:.10g}: give the seconds that it lasts, more than 0 and up to {MAX_PIN_S:.0f}")
+    check_seconds("--ttl", ttl, MAX_PIN_S)
     given = labels_of(tokens, digests)
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)

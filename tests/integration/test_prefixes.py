@@ -114,7 +114,7 @@ def test_how_long_a_pin_lasts_is_said_alike(daemon: DaemonProcess, namespace: Na
         namespace.pin(tokens, 2_592_001)
     refused = kvstore(daemon, "pin", "pages", "--tokens", "1,2,3,4", "--ttl", "2592001")
     assert refused.returncode == 2
-    assert "--ttl is 2592001: give the seconds that it lasts, more than 0 and up to 2592000" in refused.stderr
+    assert "--ttl is 2592001: it is more than 0 and up to 2592000 (seconds)" in refused.stderr
 
 
 def test_who_only_reads_may_prefetch_and_no_more(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_commands(daemon: DaemonProcess, namespace: Namespace, tokens: Tokens, t
     [
         (("pin", "nope", "-t", "1,2,3,4", "--ttl", "1"), "unknown_namespace"),
         (("pin", "pages", "-t", "", "--ttl", "1"), "can't read tokens"),
-        (("pin", "pages", "-t", "1,2,3,4", "--ttl", "-1"), "--ttl is -1: give the seconds"),
+        (("pin", "pages", "-t", "1,2,3,4", "--ttl", "-1"), "--ttl is -1: it is more than 0"),
         (("abandon", "pages", "--session", "s", "--from-token", "4"), "either --tokens"),
     ],
 )

@@ -49,12 +49,15 @@ def test_seconds_that_are_none_are_named(daemon: DaemonProcess, seconds: float) 
                     lambda: namespace.session(lease_s=seconds),
                     lambda: match.renew(seconds),
                 ],
-                "ttl_s": [lambda: namespace.pin(tokens, seconds)],
                 "rebuild_s": [lambda: namespace.match(tokens, rebuild_s=seconds)],
                 "whole_s": [lambda: namespace.put(tokens, data, whole_s=seconds), lambda: namespace.stream_put(tokens, whole_s=seconds)],
                 "wait_s": [lambda: namespace.rebuild(tokens, wait_s=seconds), lambda: namespace.rebuild_check(tokens, wait_s=seconds)],
                 "within_s": [lambda: namespace.prefetch(tokens, within_s=seconds)],
             }
+            with pytest.raises(
+                BadRequest, match=rf"^ttl_s is {re.escape(f'{seconds:g}')}: it is more than 0 and up to 2592000 \(seconds\)"
+            ):
+                namespace.pin(tokens, seconds)
             for name, named in calls.items():
                 for call in named:
                     with pytest.raises(BadRequest, match=f"^{name} is {re.escape(str(seconds))}, not a number of seconds from 0"):

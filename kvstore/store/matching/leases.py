@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.errors import BadRequest, Busy, NotFound
+from kvstore.errors import Busy, NotFound
+from kvstore.lease_times import MAX_LEASE_S, MAX_PIN_S, check_seconds
 from kvstore.radix.pages import Slots
 from kvstore.radix.values import Path
 from kvstore.store.space import Space
 
-MAX_LEASE_S = 3600.0
-MAX_PIN_S = 30 * 86_400.0
 MAX_LEASES = 10_000
 """Of one client."""
 _AT_ONCE = 128
@@ -126,8 +125,7 @@ class Leases:
 
     def check_time(self, ttl_s: float, name: str = "lease_s") -> None:
         """Raise BadRequest, naming the argument, unless a lease may last so long."""
-        if not 0 < ttl_s <= self._max_s:
-            raise BadRequest(f"{name} is {ttl_s:.10g}: it is more than 0 and up to {self._max_s:.0f} (seconds)")
+        check_seconds(name, ttl_s, self._max_s)
 
     def release(self, lease: Lease) -> None:
         """End a lease."""
