@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from bench.iperf import iperf_server
 from bench.report import Report, arguments
 from kvstore.api.wire import Component, KVSpec
 from kvstore_client import AsyncClient
@@ -41,11 +42,13 @@ class Iperf:
 
     def __init__(self, hosts: LinkedHosts) -> None:
         self._hosts = hosts
-        self._servers = [
-            subprocess.Popen([*hosts.on("far"), "iperf3", "-s", "-B", address, "-p", "5201"], stdout=subprocess.DEVNULL)
-            for address in hosts.far_addresses
-        ]
-        time.sleep(_SETTLE_S)
+        self._servers: list[subprocess.Popen[bytes]] = []
+        try:
+            for address in hosts.far_addresses:
+                self._servers.append(iperf_server("-B", address, "-p", "5201", before=hosts.on("far")))
+        except BaseException:
+            self.close()
+            raise
 
     def measure(self, seconds: float, *, get: bool) -> float:
         """Mbit/s received, all links together."""

@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from bench.iperf import iperf_server
 from bench.report import Report, arguments
 from kvstore.api.wire import Component, KVSpec
 from kvstore_client import AsyncClient
@@ -45,16 +45,7 @@ class Iperf:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self._process = subprocess.Popen(
-            ["iperf3", "-s", "-B", "127.0.0.1", "-p", str(self.port), "--forceflush"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        assert self._process.stdout is not None
-        said = b""
-        while b"listening" not in said:
-            if not (line := self._process.stdout.readline()):
-                sys.exit(f"iperf3 does not start: {said.decode(errors='replace')}")
-            said += line
-        threading.Thread(target=self._process.stdout.read, daemon=True).start()  # what it says later is nobody's business
+        self._process = iperf_server("-B", "127.0.0.1", "-p", str(self.port))
 
     def measure(self, streams: int, seconds: float) -> float:
         """GiB/s received."""
