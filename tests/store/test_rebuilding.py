@@ -16,7 +16,7 @@ from kvstore.prefill import Prefill
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.checking.check import check
 from kvstore.store.puts.put import Put
-from kvstore.store.rebuilding import rebuilding
+from kvstore.store.rebuilding import rebuilding, waits
 from kvstore.store.rebuilding import work as rebuild_work
 from kvstore.store.rebuilding.work import Work
 from kvstore.tiers.recipe import Recipe
@@ -255,7 +255,7 @@ async def test_checks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(rebuilding, "MAX_JOB_PAGES", 2)
         with pytest.raises(BadRequest, match="a check of 3 pages: at most 2"):
             await store.rebuilding.check(space, tokens, {}, 0, 1)
-        monkeypatch.setattr(rebuilding, "MAX_WAITING_BYTES", len(tokens))
+        monkeypatch.setattr(waits, "MAX_WAITING_BYTES", len(tokens))
         waiting = asyncio.create_task(store.rebuilding.check(space, tokens, {}, 1, 20))
         work = await claimed(store)
         for request in (store.rebuilding.check(space, tokens, {}, 2, 1), store.rebuilding.bring(space, tokens, {}, 1)):

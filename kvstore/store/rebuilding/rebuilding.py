@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.drift import Drift
@@ -16,6 +15,7 @@ from kvstore.store.rebuilding.gaps import Gap, find_gap, rebuildable_keys
 from kvstore.store.rebuilding.job_recipes import is_whole, recipes_for
 from kvstore.store.rebuilding.jobs import MAX_JOB_PAGES, Job, RebuildQueue
 from kvstore.store.rebuilding.recorded import Recorded
+from kvstore.store.rebuilding.waits import Waits
 from kvstore.store.rebuilding.work import Work, stored_prefix, work_of
 from kvstore.store.recipes.recipes import Recipes
 from kvstore.store.recipes.source import split_keys
@@ -29,8 +29,6 @@ AHEAD_S = 300.0
 """So long pages that are to be computed ahead of need wait for a worker."""
 WORKER_SEEN_S = 60.0
 _STOPPING = "the daemon is stopping"
-MAX_WAITING_BYTES = 256 << 20
-"""Of tokens of requests that wait."""
 _ROUNDS = 8
 """So often a request looks again what is missing, when what was computed for it has gone meanwhile."""
 
@@ -58,8 +56,7 @@ class Rebuilding:
         self._spaces: dict[int, Space] = {}
         self._reports: dict[int, RebuildReport] = {}
         self._recorded = Recorded(self.report, stats)
-        self._events: dict[int, asyncio.Event] = {}
-        self._waiting_bytes = 0
+        self._waits = Waits()
         self._closed = False
         self._news = asyncio.Event()
         self._seen: dict[str, float] = {}
@@ -89,23 +86,12 @@ class Rebuilding:
             raise BadRequest(f"these tokens do not fill a page of {space.spec.page_tokens}: there is nothing to compute again")
         deadline = time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S)
         base_key, base_pages = space.tree.key_at(base), base.pages
-        with self._waiting_with(tokens):
+        with self._waits.keeping(tokens):
             for _ in range(_ROUNDS):
                 jobs = await self._want(space, tokens, extras, self._path(space, base_key, base_pages), strict=strict)
-                if not jobs or not await self._wait(jobs, deadline):
+                if not jobs or not await self._waits.until_ended(self.queue, jobs, deadline):
                     break
         return self._progress(space, tokens, extras, self._path(space, base_key, base_pages))
-
-    @contextmanager
-    def _waiting_with(self, tokens: bytes) -> Iterator[None]:
-        """Somebody waits, and keeps these tokens meanwhile. Raises Busy if that is too much memory."""
-        if self._waiting_bytes + len(tokens) > MAX_WAITING_BYTES:
-            raise Busy("requests that wait for pages to be computed again hold too much memory", retry_after_ms=1000)
-        self._waiting_bytes += len(tokens)
-        try:
-            yield
-        finally:
-            self._waiting_bytes -= len(tokens)
 
     @staticmethod
     def _path(space: Space, key: bytes, pages: int) -> Path:
@@ -153,27 +139,6 @@ class Rebuilding:
         if space.loading:
             raise Busy(f"namespace {space.settings.name!r} is still being loaded", retry_after_ms=500)
 
-    async def _wait(self, jobs: Sequence[Job], deadline: float) -> bool:
-        """Wait for jobs to end. False if the time is over before. Raises the error of one that failed."""
-        self.queue.join(jobs)
-        try:
-            for job in jobs:
-                while not job.ended:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        return False
-                    event = self._event(job)
-                    try:
-                        async with asyncio.timeout(left):
-                            await event.wait()
-                    except TimeoutError:
-                        return job.ended
-                if job.error is not None:
-                    raise job.error
-            return True
-        finally:
-            self.queue.leave(jobs, time.monotonic())
-
     async def ahead(self, space: Space, tokens: bytes, extras: Extras, within_s: float = 0.0) -> tuple[int, str]:
         """Have missing pages computed before they are needed, if it pays: pages on their way, and why not more.
 
@@ -218,11 +183,11 @@ class Rebuilding:
             raise BadRequest(f"a check of {usable - first} pages: at most {MAX_JOB_PAGES} at a time; begin later, or give a shorter prefix")
         keys = [space.tree.pages.key_bytes(int(slot)) for slot in slots[first:usable]]
         parent = space.tree.pages.key_bytes(int(slots[first - 1])) if first else space.digest
-        with self._waiting_with(tokens):
+        with self._waits.keeping(tokens):
             job = self.queue.want_check(space.number, space.settings.tenant, first, parent, keys, time.monotonic())
             self._spaces[space.number] = space
             self._tell()
-            await self._wait([job], time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S))
+            await self._waits.until_ended(self.queue, [job], time.monotonic() + min(max(wait_s, 0.0), MAX_WAIT_S))
         measured = (0, ()) if job.drift is None else (len(job.keys), job.drift)
         return Progress(usable, len(as_token_bytes(tokens)) // space.tree.pages.token_bytes, *self.jobs_of(space), *measured)
 
@@ -383,19 +348,15 @@ class Rebuilding:
         self._stats.rebuild_jobs += 1
         self.queue.done(job)
 
-    # --- waiting -------------------------------------------------------------------------------------------------------
+    # --- telling -------------------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
         """There may be something for workers to claim."""
         self._news.set()
         self._news = asyncio.Event()
 
-    def _event(self, job: Job) -> asyncio.Event:
-        return self._events.setdefault(job.id, asyncio.Event())
-
     def _ended(self, job: Job) -> None:
-        if (event := self._events.pop(job.id, None)) is not None:
-            event.set()
+        self._waits.ended(job)
         if job.error is not None and job.attempts:
             self._stats.rebuild_failed_jobs += 1
             self._reports.setdefault(job.number, RebuildReport()).failed_jobs += 1
