@@ -164,11 +164,14 @@ def print_error(error: KVStoreError) -> None:
 
 
 def table_console() -> "Console":
-    """A console for tables. Not a terminal, it is as wide as they need: nothing is cut when output is piped."""
+    """A console for tables. Not a terminal, it is as wide as they need: nothing is cut when output is piped.
+
+    Names may have colons (`team:smile:v1`), which are no emoji.
+    """
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPED_WIDTH)
+    console = Console(emoji=False)
+    return console if console.is_terminal else Console(width=_PIPED_WIDTH, emoji=False)
 
 
 def of_several_tenants(stat: dict[str, Any]) -> bool:

@@ -57,7 +57,7 @@ def fetch(space: Namespace, match: Match, timeout: float) -> npt.NDArray[np.uint
     """
     spec, found = space.spec, list[tuple[int, int, npt.NDArray[np.uint8]]]()
     for part in all_parts(spec):
-        first, last = (0, match.pages) if spec.flat else match.pages_of(part.component)
+        first, last = match.pages_of(part.component)
         out = np.empty((last - first, spec.part_bytes(part)), np.uint8)
         space.fetch(match, out.reshape(-1), pages=(first, last), wanted=part, timeout=timeout)
         found.append((first, last, out))

@@ -162,6 +162,18 @@ def test_a_flat_namespace_of_a_hybrid_model_is_brought_up_past_what_is_missing(d
     assert (found["pages"], found["dram_pages"]) == (1, 1)
 
 
+def test_the_front_of_a_list_of_a_hybrid_model_is_fetched(daemon: DaemonProcess, tmp_path: Path) -> None:
+    spec = KVSpec(4, (Component("full", 2, 1, 8), Component("window", 1, 1, 8, window=4)), hash_bytes=16, flat=True)
+    made(daemon, "cli-flat-front", spec)
+    pages = np.random.default_rng(7).integers(0, 256, (2, spec.page_bytes), dtype=np.uint8)
+    pages.tofile(tmp_path / "in")
+    labels = ("--digests", f"{'11' * 16},{'22' * 16}")
+    assert as_json(kvstore(daemon, "put", "cli-flat-front", *labels, "-d", str(tmp_path / "in"), "--json"))["new_pages"] == 2
+    assert as_json(kvstore(daemon, "get", "cli-flat-front", *labels, "-o", str(tmp_path / "out"), "--json"))["pages"] == 2
+    full = spec.part_bytes(spec.whole(0))
+    assert (tmp_path / "out").read_bytes() == pages[0, :full].tobytes() + pages[1].tobytes(), "the window of the last page only"
+
+
 def test_digests_that_do_not_fit(daemon: DaemonProcess) -> None:
     made(daemon, "cli-tokens", KVSpec(4, (Component("full", 2, 1, 8),)))
     for arguments, words in (
