@@ -20,7 +20,7 @@ from kvstore.cli.common import (
     print_json,
     size_text,
 )  # fmt: skip
-from kvstore.cli.labels import TokensOption, parse_tokens
+from kvstore.cli.labels import MaybeTokensOption, TokensOption, parse_tokens
 from kvstore.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def recipes(
     delete: Annotated[
         bool, typer.Option("--delete", help="Delete those of pages that are gone: of --tokens, or with --all, of all.")
     ] = False,
-    tokens: Annotated[str, typer.Option("--tokens", "-t", help="Token ids of a context: 1,2,3, @FILE or - (see `kvstore match`).")] = "",
+    tokens: MaybeTokensOption = None,
     from_token: FromTokenOption = 0,
     everything: Annotated[bool, typer.Option("--all", help="Of the whole namespace.")] = False,
     endpoint: EndpointOption = DEFAULT_DATA,
@@ -42,13 +42,14 @@ def recipes(
     as_json: JsonOption = False,
 ) -> None:
     """Say how many recipes a namespace has, or delete some. Pages that are there keep theirs."""
-    if delete != (bool(tokens) != everything):
-        raise BadRequest("say which recipes to delete: --delete with either --tokens or --all")
+    if (tokens is not None) + everything != delete or (from_token and tokens is None):
+        raise BadRequest("say which recipes to delete: --delete with either --tokens, and perhaps --from-token, or --all")
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         deleted = 0
         if delete:
-            deleted = space.delete_recipes(parse_tokens(tokens).data if tokens else None, from_token=from_token if tokens else None)
+            of = None if tokens is None else parse_tokens(tokens)
+            deleted = space.delete_recipes(of, from_token=None if of is None else from_token)
         count, nbytes = space.recipes()
     if as_json:
         print_json({"recipes": count, "bytes": nbytes} | ({"deleted": deleted} if delete else {}))

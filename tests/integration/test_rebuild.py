@@ -210,6 +210,9 @@ def test_over_http_and_from_the_command_line(daemon: DaemonProcess, client: Clie
     assert json.loads(ask(f"{base}/recipes")[2]) == {"recipes": count_, "nbytes": nbytes}
     namespace.drop_to_text(ids, from_page=2)
     assert post("recipes/delete", tokens=numbers, from_token=12) == (200, {"recipes": 1})
+    for narrower in (("--tokens", ""), ("--from-token", "4")):  # of an empty variable, say
+        done = kvstore(daemon, "recipes", namespace.id, "--delete", "--all", *narrower)
+        assert (done.returncode, "either --tokens, and perhaps --from-token, or --all" in done.stderr) == (2, True)
     assert json.loads(kvstore(daemon, "recipes", namespace.id, "--delete", "--all", "--json").stdout)["deleted"] == 1
     assert kvstore(daemon, "recipes", namespace.id, "--delete").returncode == 2
     status, failed = post("rebuild", tokens=numbers)
