@@ -18,7 +18,8 @@ _READ = 20
 
 async def test_puts_without_room_wait_until_there_is_some(tmp_path: Path) -> None:
     """What is sent behind a PUT is refused with it, in any order: none of that is told as if somebody had cancelled it."""
-    with DaemonProcess(tmp_path / "data", "--dram", "64MiB", "--ssd", "512MiB") as daemon:
+    stays = {"KVSTORE_HIGH_WATERMARK": "1.0"}  # until somebody waits for room: nothing is moved away before it is leased
+    with DaemonProcess(tmp_path / "data", "--dram", "64MiB", "--ssd", "512MiB", environment=stays) as daemon:
         async with AsyncClient(daemon.endpoint, timeout=60) as client:
             assert await client.same_host.connection() is not None
             namespace = await client.namespace("near", "rev-1", SPEC)
