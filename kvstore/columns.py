@@ -129,6 +129,12 @@ class SlotAllocator:
         self._next += count - reused
         return out
 
+    def allocate_few(self, count: int) -> list[int]:
+        """As `allocate_many`, as a list: for few that is cheaper than an array."""
+        if count > self.available:
+            raise NoSpace(f"the table of {self._what} is full ({self.capacity})")
+        return [self.allocate() for _ in range(count)]
+
     def free(self, slot: int) -> None:
         """Give one slot back."""
         self._free.append(slot)

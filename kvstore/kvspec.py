@@ -6,7 +6,7 @@ disagree in anything the bytes depend on get two namespaces.
 
 import json
 import operator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
@@ -126,6 +126,14 @@ class KVSpec:
             slices = self._slice_count(self.whole(index))
             _require(slices <= MAX_SLICES, f"a page of component {index} has {slices} slices, over the limit of {MAX_SLICES}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """What is known of a spec is looked up by it with each request."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
     def check_component(self, component: int) -> None:
         """Raise BadRequest unless there is a component of this number."""
         if type(component) is not int:
@@ -216,9 +224,9 @@ class KVSpec:
     def from_dict(cls, data: dict[str, Any]) -> "KVSpec":
         """The inverse of `to_dict`; raises BadRequest for anything missing, unknown or out of range."""
         try:
-            fields = dict(data)
-            components = tuple(Component(**c) for c in fields.pop("components"))
-            return cls(components=components, **fields)
+            given = dict(data)
+            components = tuple(Component(**c) for c in given.pop("components"))
+            return cls(components=components, **given)
         except (TypeError, KeyError) as error:
             raise BadRequest(f"the KV spec is malformed: {error}") from error
 

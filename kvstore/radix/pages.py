@@ -24,6 +24,8 @@ RECIPE = 32
 """Page flag: what it takes to compute it again is durable."""
 RECENCY_DEPTH_BITS = 24
 MAX_DEPTH = (1 << RECENCY_DEPTH_BITS) - 1
+_FEW = 8
+"""Parts of one page that are dealt with one by one: up to here that is cheaper than calls of numpy are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ class Parts:
         """
         if after is None and not blobs.size:
             return np.full(len(blobs), -1, np.int32)
+        if after is None and len(blobs) == 1 and blobs.size <= _FEW:
+            return np.array([self._add_page(blobs[0].tolist(), component.tolist(), ranges)], np.int32)
         present = blobs >= 0
         if after is None and present.all():
             return self._add_all(blobs, component, ranges)
@@ -140,6 +144,16 @@ class Parts:
             self.durable[mine] = False
             self.next[mine] = first[pages]
             first[pages] = mine
+        return first
+
+    def _add_page(self, blobs: list[int], component: list[int], ranges: npt.NDArray[np.uint16]) -> int:
+        """As `add`, for one page. Returns its first part slot."""
+        present = [part for part, blob in enumerate(blobs) if blob >= 0]
+        first = -1
+        for part, slot in zip(reversed(present), self.slots.allocate_few(len(present)), strict=True):
+            self.blob[slot], self.component[slot], self.next[slot] = blobs[part], component[part], first
+            self.ranges[slot], self.durable[slot] = ranges[part], False
+            first = slot
         return first
 
     def _add_all(self, blobs: Slots, component: npt.NDArray[np.uint8], ranges: npt.NDArray[np.uint16]) -> Slots:

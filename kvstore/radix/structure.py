@@ -53,7 +53,7 @@ class TreeStructure(TreeTables):
         first = nodes.start[node] + offset
         run = slice(first, first + count)
         self._enter(run, node, new)
-        pages.key_index.add_many(pages.key[run].view("<u8")[:, 0].tolist(), list(range(first, first + count)))
+        pages.key_index.add_many(_key_hashes(new.keys), list(range(first, first + count)))
         self._page_count += count
         return node, offset
 
@@ -71,7 +71,7 @@ class TreeStructure(TreeTables):
             nodes.link(ROOT, node)
         slots = np.array(starts, np.int32)
         self._enter(slots, made, new)
-        pages.key_index.add_many(pages.key[slots].view("<u8")[:, 0].tolist(), starts)
+        pages.key_index.add_many(_key_hashes(new.keys), starts)
         self._page_count += count
         return slots, made
 
@@ -276,3 +276,9 @@ class TreeStructure(TreeTables):
                 self.child_index.remove(old_hash, grandchild)
                 self.child_index.add(self._node_hash(grandchild), grandchild)
         nodes.slots.free(child)
+
+
+def _key_hashes(keys: bytes) -> list[int]:
+    """What pages of these keys are indexed under, as `Pages.key_hash` says it."""
+    found: list[int] = np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8].tolist()
+    return found

@@ -290,7 +290,7 @@ class RadixTree(TreeStructure):
         total = len(tokens) // self.pages.token_bytes
         if base.pages + total > MAX_DEPTH:
             raise BadRequest(f"a prefix of {base.pages + total} pages: at most {MAX_DEPTH}")
-        if new.blobs.size and self.parts.slots.available < int((new.blobs >= 0).sum()):
+        if self.parts.slots.available < new.blobs.size and self.parts.slots.available < int((new.blobs >= 0).sum()):
             raise NoSpace("the table of parts is full")
         if known is None:
             known = self._match_all(tokens, extras, base) if self._ghost_count else base
@@ -370,7 +370,7 @@ def _chosen(new: NewPages, which: list[int]) -> NewPages:
 
 def extra_run(extras: Extras, first: int, count: int) -> bytes:
     """The extra digests of `count` pages from `first` on, 32 bytes each; empty if none of them has any."""
-    if not any(first <= page < first + count for page in extras):
+    if not extras or not any(first <= page < first + count for page in extras):
         return b""
     return b"".join(extras.get(page, NO_EXTRA) for page in range(first, first + count))
 

@@ -1,7 +1,8 @@
 """What a tree is given and what it gives: paths, pages to insert, and what a removal took out."""
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,9 @@ class NewPages:
 
     def masks(self) -> Masks:
         """Which components each page has."""
+        if len(self.blobs) == 1:
+            parts = zip(self.blobs[0].tolist(), self.ranges, strict=True)
+            return np.array([reduce(or_, (1 << part.component for blob, part in parts if blob >= 0), 0)], np.uint16)
         found = np.zeros(len(self.blobs), np.uint16)
         for part, part_range in enumerate(self.ranges):
             found[self.blobs[:, part] >= 0] |= np.uint16(1 << part_range.component)

@@ -94,8 +94,7 @@ class Space(SpaceBlobs):
     def insert(self, parent: bytes, tokens: bytes, extras: Extras, new: NewPages) -> None:
         """Add pages below the page of this key, or the root (see RadixTree.extend). Ghosts make room if the table is full."""
         self.forget_ghosts(self.tree.page_count + self.tree.ghost_count + len(new.blobs) - self.tree.capacity)
-        at = self.tree.pages.find_key(parent)
-        base = EMPTY_PATH if parent == self.tree.root_key else self.tree.path_to(at)
+        base = EMPTY_PATH if parent == self.tree.root_key else self.tree.path_to(self.tree.pages.find_key(parent))
         self.tree.extend(base, tokens, extras, new)
         self._entered(new)
 
@@ -106,7 +105,7 @@ class Space(SpaceBlobs):
         self._entered(new)
 
     def _entered(self, new: NewPages) -> None:
-        np.add.at(self.blobs.pages, new.blobs[new.blobs >= 0], 1)
+        self.needed(new.blobs)
         if self.text is not None:
             self.text.entered(self, new.keys)
         if self.follower is not None:
@@ -115,7 +114,7 @@ class Space(SpaceBlobs):
     def add_parts(self, slots: Slots, blobs: Slots, ranges: tuple[PartRange, ...]) -> None:
         """Give pages optional components that they lack (see TreeStructure.add_parts)."""
         self.tree.add_parts(slots, blobs, ranges)
-        np.add.at(self.blobs.pages, blobs[blobs >= 0], 1)
+        self.needed(blobs)
         if self.text is not None:
             self.text.entered(self, self.tree.pages.key[slots].tobytes())
 

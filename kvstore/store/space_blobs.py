@@ -4,6 +4,8 @@ Of pages it knows only how many need a blob. Bookkeeping on the loop's thread: n
 in `Trash`.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -57,12 +59,17 @@ class SpaceBlobs:
         if self.follower is not None:
             self.follower.moved(row)
 
-    def take_new(self, names: list[bytes], layouts: list[SliceLayout], slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    def take_new(self, names: Sequence[bytes], layouts: Sequence[SliceLayout], slots: Sequence[int]) -> list[int]:
         """The rows of blobs, all different and none of them there, that are in these DRAM slots, each pinned once. Raises NoSpace."""
-        rows = self.blobs.add_many(names, layouts)
-        self.blobs.pins[rows] = 1
-        self.blobs.slot[rows] = slots
-        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+        blobs = self.blobs
+        if len(names) == 1:  # several numpy calls cost more than all else of a small put
+            rows = [blobs.add(names[0], layouts[0])]
+            blobs.pins[rows[0]], blobs.slot[rows[0]] = 1, slots[0]
+        else:
+            taken = blobs.add_many(names, layouts)
+            blobs.pins[taken], blobs.slot[taken] = 1, slots
+            rows = taken.tolist()
+        for row, slot in zip(rows, slots, strict=True):
             self._arena.set_owner(slot, self.number << OWNER_SHIFT | row)
             self.resident_bytes += self._arena.slot_bytes(slot)
             if self.follower is not None:
@@ -96,6 +103,14 @@ class SpaceBlobs:
         self.spoiled.add(row)
         self.settle(row)
 
+    def needed(self, rows: npt.NDArray[np.int32]) -> None:
+        """Pages need these blobs, one more for each time that it is named; -1 is none."""
+        if rows.size == 1:
+            for row in rows.ravel().tolist():
+                self.blobs.pages[row] += row >= 0
+        else:
+            np.add.at(self.blobs.pages, rows[rows >= 0], 1)
+
     def pin(self, row: int) -> None:
         """Keep a blob's bytes where they are until `unpin`."""
         self.blobs.pins[row] += 1
@@ -116,11 +131,11 @@ class SpaceBlobs:
                 self._arena.free(slot)
         if row in self.spoiled and not pinned:
             self.clear_slot(row)
-        in_dram = blobs.slot[row] != NO_SLOT and row not in self.spoiled
-        needless = in_dram or not (pinned or blobs.pages[row])
-        if blobs.on_ssd[row] and not blobs.durable_pages[row] and needless:
-            blobs.on_ssd[row] = False
-            self._trash.blobs.append((self.number, blobs.id_of(row), self.stored_bytes(row)))
+        if blobs.on_ssd[row] and not blobs.durable_pages[row]:
+            in_dram = blobs.slot[row] != NO_SLOT and row not in self.spoiled
+            if in_dram or not (pinned or blobs.pages[row]):
+                blobs.on_ssd[row] = False
+                self._trash.blobs.append((self.number, blobs.id_of(row), self.stored_bytes(row)))
         if not pinned and not blobs.pages[row]:
             self.clear_slot(row)
             blobs.remove(row)

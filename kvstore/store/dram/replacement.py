@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,8 +72,7 @@ class Replacement:
         if space.spec.flat:
             self._count_apart(space, slots, use)
             return
-        there = 0 if asked is not None else _front((self._place(space)[slots] & (DRAM | SSD)) != 0)
-        self._count(space, slots, there, len(slots) if asked is None else asked.pages, use)
+        self._count(space, slots, None if asked is None else asked.pages, use)
 
     def abandoned(self, space: Space, slots: Slots, first: int) -> None:
         """What comes of it is told by `cooled`."""
@@ -85,16 +85,17 @@ class Replacement:
                 piece = slots[at : at + APART_AT_A_TIME]
                 self._note(Cooled(space, Placed.of(space, piece), now), len(piece))
 
-    def _count(self, space: Space, slots: Slots, counted: int, asked: int, use: Use) -> None:
-        """Note a use of a path, of which the first pages are counted already, by a request for so many."""
-        place = self._place(space)
+    def _count(self, space: Space, slots: Slots, asked: int | None, use: Use) -> None:
+        """Note a use of a path, by a request for so many pages; None: by a put, which counts for those that it brings."""
+        place, count = self._place(space), len(slots)
         before = place[slots]
-        known, hits = _front((before & _SEEN) != 0), _front((before & (DRAM | SSD)) != 0)
+        known, hits = _front(before & _SEEN), _front(before & (DRAM | SSD))
         place[slots] = before | (DRAM | _SEEN)
         keys = space.tree.pages.key
         missing = (before & DRAM) == 0
-        ends = keys[slots[_ends(len(slots))]].tobytes()
-        self._note(PathUse(space, ends, counted, known, min(hits, known), missing, asked, use.hints, use.now), len(slots))
+        ends = keys[slots[_ends(count)]].tobytes()
+        counted, pages = (hits, count) if asked is None else (0, asked)
+        self._note(PathUse(space, ends, counted, known, min(hits, known), missing, pages, use.hints, use.now), count)
         if use.hits and missing[: use.hits].any():
             self._await(space, keys[slots[: use.hits][missing[: use.hits]]].tobytes())
 
@@ -384,6 +385,7 @@ def _found(space: Space, keys: bytes) -> Slots:
     return np.array([slot for slot in each if slot >= 0], np.int32)
 
 
-def _front(bits: npt.NDArray[np.bool_]) -> int:
-    """How many are set before the first that is not."""
-    return len(bits) if bits.all() else int(bits.argmin())
+def _front(bits: npt.NDArray[np.integer[Any]] | npt.NDArray[np.bool_]) -> int:
+    """How many (of one byte) are set before the first that is not."""
+    first = bits.tobytes().find(0)
+    return len(bits) if first < 0 else first

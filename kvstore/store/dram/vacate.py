@@ -74,8 +74,11 @@ class Vacator:
 
     def keep_headroom(self) -> None:
         """Vacate ahead of need, in the background, if little is left outside the segments."""
-        usage, loop, missing = self._arena.usage(), asyncio.get_running_loop(), self._headroom - self._arena.room
-        if self._task is not None or missing <= 0 or usage.capacity - usage.used < self._headroom or loop.time() < self._rest_until:
+        missing = self._headroom - self._arena.room
+        if self._task is not None or missing <= 0:
+            return
+        usage, loop = self._arena.usage(), asyncio.get_running_loop()
+        if usage.capacity - usage.used < self._headroom or loop.time() < self._rest_until:
             return
         if not (self._start(missing) or self._start(1)):
             self._rest_until = loop.time() + _REST_S

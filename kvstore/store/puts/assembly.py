@@ -178,13 +178,18 @@ class Assemblies:
         """
         if not (pending.rows >= 0).all() or not self.alone(space, put_id, pending.parent, pending.ranges):
             return False
+        self.bring_whole(space, put_id, pending)
+        return True
+
+    @staticmethod
+    def bring_whole(space: Space, put_id: bytes, pending: Pending) -> None:
+        """As `take_whole`, of what is known to be like that."""
         new = NewPages(pending.keys, put_id, pending.rows, pending.ranges)
         try:
             space.insert(pending.parent, pending.labels, pending.extras_of(pending.first, len(pending.rows)), new)
         finally:
             for row in pending.rows.ravel().tolist():
                 space.unpin(row)
-        return True
 
     def take_alone(
         self, space: Space, put_id: bytes, pending: Pending, existed: npt.NDArray[np.bool_], bring: Bringing

@@ -68,19 +68,22 @@ class Commits:
 
     def _enter(self, put: Put) -> None:
         """Commit a plain put. Its client has been told, so what must not happen here is a miss to all."""
-        pages = put.total_pages - put.first_page
+        space, pages = put.space, put.total_pages - put.first_page
         try:
-            had = Had.now(put)
-            _, waiting = self._take_in(put, had.existed)
-            went_on = next(self._assemblies.advance_each(put.space, put.request.put_id, waiting), [])
+            before = space.tree.page_count
+            self._assemblies.bring_whole(space, put.request.put_id, put.hand_over())
+            if (new := space.tree.page_count - before) != pages:
+                _log.error("a put of %d new pages was acknowledged, and %d were new", pages, new)
+            went_on = self._assemblies.advance_others(space)
             self.wake_waiters()
-            done = self._committed(put, slots_of(put), had, went_on)
+            self._use_prefixes(put, pages, 0, went_on)
+            self._end(put, new, 0)
+            for assembly, key in went_on:
+                if assembly.durable:
+                    self._promise_later(space, key)
         except Exception:  # noqa: BLE001 - the answer is out
             _log.exception("a put of %d pages was acknowledged, but could not be taken in: they are not there", pages)
             self._open.abort(put)
-        else:
-            if done.new_pages != pages:
-                _log.error("a put of %d new pages was acknowledged, and %d were new", pages, done.new_pages)
 
     async def _commit_and_wait(self, put: Put, wait_s: float) -> PutResult:
         await put.name_blobs()
@@ -130,19 +133,14 @@ class Commits:
 
     def _committed(self, put: Put, slots: Slots, had: Had, went_on: list[tuple[Assembly, bytes]]) -> PutResult:
         """A put's pages are where they belong: note the uses, and what is to become durable without anybody who waits for it."""
-        space, stats, existed = put.space, self._stats, had.existed
+        space, existed = put.space, had.existed
         if space.spec.flat:
             self._uses.use_alone(space, slots[existed & (slots >= 0)], put.request.hints)
             self._uses.use_alone(space, slots[~existed & (slots >= 0)], put.request.hints, put=True)
         else:
-            self._use_prefixes(put, slots, existed, went_on)
-        put.close(committed=True)
-        self._open.take_out(put)
+            self._use_prefixes(put, int(np.count_nonzero(slots >= 0)), int(np.count_nonzero(existed)), went_on)
         there, before = int(np.count_nonzero((slots >= 0) | existed)), int(np.count_nonzero(existed))
-        stats.puts += 1
-        stats.put_pages += there - before
-        stats.put_exists_pages += before
-        stats.put_bytes += put.payload_bytes
+        self._end(put, there - before, before)
         durable, whole = put.request.ack is Ack.DURABLE, there == len(slots)
         for assembly, key in went_on:
             if assembly.durable and not (durable and assembly.put_id == put.request.put_id and whole):
@@ -153,12 +151,21 @@ class Commits:
         existing = runs_of(existed) if space.spec.flat else ()
         return PutResult(there - before, before, len(slots) - there, existing, had.gained(put, slots))
 
-    def _use_prefixes(self, put: Put, slots: Slots, existed: npt.NDArray[np.bool_], went_on: list[tuple[Assembly, bytes]]) -> None:
-        """Record the use of what a put has as its pages now, and of what went on with it."""
+    def _end(self, put: Put, new: int, existing: int) -> None:
+        """A put is committed, of so many pages that are new and that existed."""
+        put.close(committed=True)
+        self._open.take_out(put)
+        self._stats.puts += 1
+        self._stats.put_pages += new
+        self._stats.put_exists_pages += existing
+        self._stats.put_bytes += put.payload_bytes
+
+    def _use_prefixes(self, put: Put, there: int, existed: int, went_on: list[tuple[Assembly, bytes]]) -> None:
+        """Record the use of the pages that a put has now, of which some existed, and of what went on with it."""
         space = put.space
         used = {key: (assembly.hints, 0) for assembly, key in went_on}
-        if there := int(np.count_nonzero(slots >= 0)):
-            used[put.key(put.first_page + there - 1)] = (put.request.hints, put.first_page + int(np.count_nonzero(existed)))
+        if there:
+            used[put.key(put.first_page + there - 1)] = (put.request.hints, put.first_page + existed)
         for key, (hints, hits) in used.items():
             if (slot := space.tree.pages.find_key(key)) >= 0:
                 self._uses.use(space, space.tree.path_to(slot), hints, hits=hits)

@@ -95,11 +95,11 @@ def slots_of(put: Put) -> Slots:
     return slots
 
 
-def masks_of(put: Put) -> Masks:
-    """Which components the pages of a put have that are in the tree; 0 for the others."""
+def masks_of(put: Put) -> Masks | None:
+    """Which components the pages of a put have that are in the tree, 0 for the others; None if none of them is."""
     pages = put.space.tree.pages
     if not put.space.spec.flat and pages.find_key(put.key(put.first_page)) < 0:
-        return np.zeros(put.total_pages - put.first_page, np.uint16)  # nor is any page below it
+        return None  # nor is any page below it
     slots = slots_of(put)
     return np.where(slots >= 0, pages.components[slots], np.uint16(0)).astype(np.uint16)
 

@@ -7,6 +7,7 @@ put under way and read what has arrived, provisionally.
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -94,7 +95,7 @@ class Put(Receiving):
         if self._error is not None or self.closed:
             raise self.why_ended
         if self._missing:
-            row, index = (int(i[0]) for i in np.nonzero(~self._received))
+            row, index = divmod(self._received.index(0), self._slices)
             if self._writers or self.still_coming:
                 raise Busy(f"{self._missing} slices are not there yet, and some of them are just coming", retry_after_ms=_WRITTEN_MS)
             raise BadRequest(f"{self._missing} slices have not arrived, the first is slice {index} of page {self.first_page + row}")
@@ -156,14 +157,16 @@ class Put(Receiving):
 
     def _hand_over_new(self, rows: Slots, names: list[bytes]) -> None:
         """What nearly all puts bring: blobs that the namespace has not, all different, and nobody follows."""
-        cells = np.nonzero(self._wanted)  # in the order of `wanted_cells`
-        layouts = [self._layouts[part] for part in cells[1].tolist()]
-        rows[cells] = self.space.take_new(names, layouts, self._slots[cells])
-        self._slots[cells] = NO_SLOT
+        layouts, slots = self._layouts * len(rows), self._slots.tolist()
+        if not self._wants_all:
+            wanted = [cell for cell, slot in enumerate(slots) if slot != NO_SLOT]
+            layouts, slots = tuple(layouts[cell] for cell in wanted), [slots[cell] for cell in wanted]
+        rows[self._wanted] = self.space.take_new(names, layouts, slots)  # in the order of `wanted_cells`
+        self._slots = array("q")
 
     def _row_of(self, row: int, part: int, name: bytes, blob: int) -> int:
         """The blob row of a received part, pinned; `blob` is that of its name, if there is one."""
-        space, slot = self.space, int(self._slots[row, part])
+        space, slot = self.space, self._slots[self._cell(row, part)]
         if blob < 0:
             blob = space.blobs.add(name, self._layouts[part])
         else:
@@ -182,7 +185,7 @@ class Put(Receiving):
             space.pin(blob)
             self._followed_rows.append(blob)
         else:
-            self._slots[row, part] = NO_SLOT
+            self._slots[self._cell(row, part)] = NO_SLOT
         return blob
 
     def close(self, *, committed: bool = False) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,6 @@ from kvstore.store.puts.assembly import MAX_PENDING_PAGES, Assemblies
 from kvstore.store.puts.committing import Commits
 from kvstore.store.puts.open_puts import OpenPuts
 from kvstore.store.puts.pages import check_apart, check_pages, check_parent, done_pages, masks_of, name_alone, name_pages, slots_of
-from kvstore.store.puts.pending import whole_components
 from kvstore.store.puts.put import Put
 from kvstore.store.puts.request import Ack, PutRequest, check_parts
 from kvstore.store.quotas import Quotas
@@ -87,7 +87,7 @@ class Puts:
             wanted = self._wanted(put, masks_of(put))
             self._count_in_flight(put, self._check_size(put, wanted))
             put.want(wanted)
-            sizes = put.stored_sizes
+            sizes = put.parts.stored_sizes
             for page, part in put.wanted_cells():
                 put.add_slot(page, part, await self._residency.allocate(space, sizes[part]))
             if space.dropped:
@@ -113,7 +113,7 @@ class Puts:
         if space.spec.flat:
             name_alone(put)
         check_apart(put, self.open.of_put_id(space, request.put_id), self.assemblies)
-        alone = whole_components(space.spec, request.ranges) & space.tree.rules.required == space.tree.rules.required
+        alone = put.parts.components & space.tree.rules.required == space.tree.rules.required
         if not alone and self.assemblies.pages + pages > MAX_PENDING_PAGES:
             raise Busy("too many pages wait for other shards", retry_after_ms=1000)
 
@@ -126,11 +126,12 @@ class Puts:
         put.hold([tree.hold(path)] if path.pages else [], min(path.pages, put.total_pages))
         return path
 
-    def _wanted(self, put: Put, existing: Masks) -> npt.NDArray[np.bool_]:
+    def _wanted(self, put: Put, existing: Masks | None) -> npt.NDArray[np.bool_]:
         """Which parts are to be sent: those that no page has, and that did not come with an earlier try of this shard."""
         ranges, required = put.request.ranges, put.space.tree.rules.required
         wanted = put.in_spans()
-        if (exists := existing != 0).any():
+        if existing is not None:
+            exists = existing != 0
             bits = np.array([1 << r.component for r in ranges], np.uint16)
             has = (existing[:, np.newaxis] & bits) != 0
             wanted &= ~exists[:, np.newaxis] | (~has & ((bits & required) == 0))
@@ -148,16 +149,17 @@ class Puts:
 
     def _check_size(self, put: Put, wanted: npt.NDArray[np.bool_]) -> int:
         """A put that can never fit is refused at once. Returns the bytes it takes in DRAM."""
-        cells = wanted.sum(axis=0).tolist()
-        needed: int = sum(n * Arena.slot_class("", size).slot_bytes for n, size in zip(cells, put.stored_sizes, strict=True))
+        cells: list[int] = wanted[0].tolist() if len(wanted) == 1 else wanted.sum(axis=0).tolist()
+        needed: int = sum(map(mul, cells, put.parts.slot_bytes))
         if needed > self._arena.capacity:
             raise NoSpace(
                 f"a put of {needed} bytes does not fit into a DRAM tier of {self._arena.capacity}: "
                 "put fewer pages at once, or give the daemon a larger --dram"
             )
-        on_disk = sum(n * self._footprint(size) for n, size in zip(cells, put.stored_sizes, strict=True))
-        if put.request.ack is Ack.DURABLE and on_disk > self._ssd_bytes:
-            raise NoSpace(f"a durable put of {on_disk} bytes does not fit into an SSD tier of {self._ssd_bytes}")
+        if put.request.ack is Ack.DURABLE:
+            on_disk = sum(n * self._footprint(size) for n, size in zip(cells, put.parts.stored_sizes, strict=True))
+            if on_disk > self._ssd_bytes:
+                raise NoSpace(f"a durable put of {on_disk} bytes does not fit into an SSD tier of {self._ssd_bytes}")
         return needed
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Parts of pages being received into DRAM slots, slice by slice, and read there while they come. What becomes of them is for `put.py`."""
 
 import asyncio
+from array import array
 from bisect import bisect_left
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +11,13 @@ from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import BadDigest, BadRequest, Cancelled, KVStoreError, NotFound
 from kvstore.kvspec import SliceLayout
 from kvstore.store.puts.late_digests import LateDigests
+from kvstore.store.puts.parts import parts_of
 from kvstore.store.puts.request import PutRequest
 from kvstore.store.space import Space
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena
+
+_NONE_YET = np.zeros((0, 0), np.bool_)
 
 
 class Receiving:
@@ -32,15 +35,20 @@ class Receiving:
         self.closed = False
         self.settled = asyncio.Event()
         """Set once all that is wanted has arrived, or the put has failed or ended."""
+        self.parts = parts_of(space.spec, request.ranges)
         self._arena = arena
-        self._layouts: tuple[SliceLayout, ...] = tuple(space.spec.slice_layout(r) for r in request.ranges)
-        self._slice_base = list(accumulate((layout.count for layout in self._layouts), initial=0))
-        self._wanted = np.zeros((0, len(self._layouts)), np.bool_)
+        self._layouts = self.parts.layouts
+        self._slices = self.parts.slice_base[-1]
+        """Of a page."""
+        self._wanted = _NONE_YET
         self._wants_all = False
         """Whether every part is wanted on every page, as of most puts: what follows from that needs no look at each, nor any of numpy."""
-        self._slots = np.zeros((0, len(self._layouts)), np.int64)
-        self._received = self._wanted
-        self._claimed = self._received
+        self._slots = array("q")
+        """Of each part of each page, NO_SLOT where there is none; nothing once it holds none of them any more."""
+        self._received = bytearray()
+        """A byte for each slice of each page: whether it is there, or not wanted."""
+        self._claimed = bytearray()
+        """Likewise, whether it is there, not wanted, or just coming."""
         self._missing = 0
         self._late = LateDigests()
         self._writers = 0
@@ -49,11 +57,6 @@ class Receiving:
         """Blobs that have slots of the put which followers may still read, each pinned for that."""
         self._progress = asyncio.Event()
         self._error: KVStoreError | None = None
-
-    @property
-    def stored_sizes(self) -> list[int]:
-        """Bytes of the stored form of each part of a page."""
-        return [layout.payload_bytes + DIGEST_BYTES * layout.count for layout in self._layouts]
 
     def in_spans(self) -> npt.NDArray[np.bool_]:
         """Which parts (pages, parts) the request announces."""
@@ -65,12 +68,17 @@ class Receiving:
 
     def want(self, wanted: npt.NDArray[np.bool_]) -> None:
         """Fix which parts (pages, parts) are to be sent."""
-        self._wanted, self._wants_all = wanted, bool(wanted.all())
-        self._slots = np.full(wanted.shape, NO_SLOT, np.int64)
-        sent = np.repeat(wanted, [layout.count for layout in self._layouts], axis=1)
-        self._received, self._claimed = ~sent, ~sent
-        self._missing = int(np.count_nonzero(sent))
-        self.payload_bytes = sum(int(np.count_nonzero(wanted[:, part])) * layout.payload_bytes for part, layout in enumerate(self._layouts))
+        self._wanted, self._wants_all = wanted, 0 not in wanted.tobytes()
+        self._slots = array("q", (NO_SLOT,)) * wanted.size
+        if self._wants_all:
+            self._received = bytearray(len(wanted) * self._slices)
+            self.payload_bytes = len(wanted) * sum(layout.payload_bytes for layout in self._layouts)
+        else:
+            self._received = bytearray(~np.repeat(wanted, [layout.count for layout in self._layouts], axis=1))
+            cells = zip(wanted.sum(axis=0).tolist(), self._layouts, strict=True)
+            self.payload_bytes = sum(count * layout.payload_bytes for count, layout in cells)
+        self._claimed = self._received[:]
+        self._missing = self._received.count(0)
         if not self._missing:
             self.settled.set()
 
@@ -116,17 +124,23 @@ class Receiving:
         if self.closed:
             self._arena.free(slot)
             raise self.why_ended
-        self._slots[page - self.first_page, part] = slot
+        self._slots[self._cell(page - self.first_page, part)] = slot
+
+    def _cell(self, row: int, part: int) -> int:
+        return row * len(self._layouts) + part
+
+    def _run(self, page: int, part: int, first_slice: int, last_slice: int) -> slice:
+        """Where some slices are among all."""
+        base = (page - self.first_page) * self._slices + self.parts.slice_base[part]
+        return slice(base + first_slice, base + last_slice)
 
     # --- receiving -----------------------------------------------------------------------------------------------------
 
     def has(self, page: int, part: int, first_slice: int, slices: int) -> bool:
         """Whether these slices have all arrived: what a client sends again, because it can't know, is dropped then."""
-        row = page - self.first_page
         if self.closed or not slices > 0 or not self.wants(page, part) or not first_slice + slices <= self._layouts[part].count:
             return False
-        base = self._slice_base[part] + first_slice
-        return bool(self._received[row, base : base + slices].all())
+        return 0 not in self._received[self._run(page, part, first_slice, first_slice + slices)]
 
     def check_again(self, page: int, part: int, first_slice: int, claimed: bytes) -> None:
         """Slices that have arrived came once more, with these digests. If they are others, the put is spoilt."""
@@ -157,10 +171,10 @@ class Receiving:
             raise BadRequest(f"{nbytes} bytes from slice {first_slice} on do not end at a slice of sizes {layout.sizes[:8]}")
         if last - first_slice != slices:
             raise BadRequest(f"{slices} digests for {last - first_slice} slices")
-        claimed = self._claimed[row, self._slice_base[part] + first_slice : self._slice_base[part] + last]
-        if claimed.any():
+        run = self._run(page, part, first_slice, last)
+        if 1 in self._claimed[run]:
             raise BadRequest(f"slices of page {page}, part {part} were sent twice")
-        claimed[:] = True
+        self._claimed[run] = b"\1" * slices
         self._writers += 1
         return self._view(row, part)[start:end], layout.sizes[first_slice:last]
 
@@ -203,8 +217,8 @@ class Receiving:
                 raise BadDigest(f"{where}: what came is not what its digest is of: it changed on the way, or while it was put")
         table = layout.payload_bytes + first_slice * DIGEST_BYTES
         self._view(row, part)[table : table + len(claimed)] = claimed
-        base = self._slice_base[part] + first_slice
-        self._received[row, base : base + len(digests)] = True  # none of them was there: `locate` gives out each once
+        run = self._run(page, part, first_slice, first_slice + len(digests))
+        self._received[run] = b"\1" * len(digests)  # none of them was there: `locate` gives out each once
         self._missing -= len(digests)
         if not self._missing:
             self.settled.set()
@@ -212,8 +226,7 @@ class Receiving:
 
     def release_writer(self, page: int, part: int, first_slice: int, slices: int) -> None:
         """What `locate` announced did not arrive; it may be sent again."""
-        base = self._slice_base[part] + first_slice
-        self._claimed[page - self.first_page, base : base + slices] = False
+        self._claimed[self._run(page, part, first_slice, first_slice + slices)] = bytes(slices)
         self._writers -= 1
         self._free_if_idle()
 
@@ -243,17 +256,17 @@ class Receiving:
         self.settled.set()
 
     def _view(self, row: int, part: int) -> memoryview:
-        return self._arena.view(int(self._slots[row, part]))
+        return self._arena.view(self._slots[self._cell(row, part)])
 
     def _free_if_idle(self) -> None:
         """A connection may still be receiving into a slot, or a follower sending from one; the last one out frees them."""
         if not self.closed or self._writers or self._followers:
             return
         given = {int(self.space.blobs.slot[blob]) for blob in self._followed_rows}
-        for slot in self._slots[self._slots != NO_SLOT].tolist():
-            if slot not in given:
+        for slot in self._slots:
+            if slot != NO_SLOT and slot not in given:
                 self._arena.free(slot)
-        self._slots[:] = NO_SLOT
+        self._slots = array("q")
         followed, self._followed_rows = self._followed_rows, []
         for blob in followed:
             self.space.unpin(blob)
@@ -289,8 +302,9 @@ class Receiving:
 
         Raises NotFound if they never will be.
         """
-        row, base = page - self.first_page, self._slice_base[part]
-        if self._received[row, base + first_slice : base + last_slice].all() and self._slots[row, part] != NO_SLOT:
+        row = page - self.first_page
+        here = 0 not in self._received[self._run(page, part, first_slice, last_slice)]
+        if here and self._slots and self._slots[self._cell(row, part)] != NO_SLOT:
             return self._view(row, part)
         if self.closed:
             raise NotFound(f"put {self.handle} ended before all of it was there: what was read of it is void")

@@ -7,6 +7,7 @@ from kvstore.errors import BadRequest
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import KVSpec, PartRange
 from kvstore.radix.tree import Extras
+from kvstore.store.puts.parts import parts_of
 from kvstore.store.puts.pending import overlap
 
 
@@ -52,15 +53,13 @@ class PutResult:
 def check_parts(spec: KVSpec, request: PutRequest, total_pages: int) -> None:
     """Raise BadRequest unless the parts of a put lie inside the spec, and no two of one page overlap."""
     ranges, spans = request.ranges, request.spans
-    if not 1 <= len(ranges) <= 256:
-        raise BadRequest(f"a page has 1 to 256 parts, not {len(ranges)}")
+    parts = parts_of(spec, ranges)
     if spans and len(spans) != len(ranges):
         raise BadRequest(f"{len(spans)} page spans for {len(ranges)} parts")
     for first, last in spans:
         if not request.first_page <= first < last <= total_pages:
             raise BadRequest(f"a part on the pages [{first}, {last}) of a put of the pages [{request.first_page}, {total_pages})")
-    for number, part in enumerate(ranges):
-        spec.check_range(part)
+    for number, part in enumerate(ranges) if parts.overlapping else ():
         for other in range(number):
             if overlap(part, ranges[other]) and (
                 not spans or max(spans[number][0], spans[other][0]) < min(spans[number][1], spans[other][1])

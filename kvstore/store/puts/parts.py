@@ -1,0 +1,44 @@
+"""What the parts of a put are in its namespace, thought out once for all puts that bring the same. Pure."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from kvstore.digests import DIGEST_BYTES
+from kvstore.errors import BadRequest
+from kvstore.kvspec import KVSpec, PartRange, SliceLayout
+from kvstore.store.puts.pending import overlap, whole_components
+from kvstore.tiers.dram import Arena
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Parts that a page may have, in the order in which a put names them."""
+
+    layouts: tuple[SliceLayout, ...]
+    slice_base: tuple[int, ...]
+    """Where the slices of each begin among those of a page; then how many a page has."""
+    stored_sizes: tuple[int, ...]
+    """Bytes of the stored form of each."""
+    slot_bytes: tuple[int, ...]
+    """Bytes that each takes in DRAM."""
+    components: int
+    """The mask of those components of which they are all layers and heads."""
+    overlapping: bool
+    """Whether any two have something in common: then no page may have both."""
+
+
+@lru_cache(maxsize=256)
+def parts_of(spec: KVSpec, ranges: tuple[PartRange, ...]) -> Parts:
+    """Parts of these ranges. Raises BadRequest unless they lie inside the spec."""
+    if not 1 <= len(ranges) <= 256:
+        raise BadRequest(f"a page has 1 to 256 parts, not {len(ranges)}")
+    for part in ranges:
+        spec.check_range(part)
+    layouts = tuple(spec.slice_layout(part) for part in ranges)
+    stored = tuple(layout.payload_bytes + DIGEST_BYTES * layout.count for layout in layouts)
+    return Parts(
+        layouts, tuple(accumulate((layout.count for layout in layouts), initial=0)), stored,
+        tuple(Arena.slot_class("", size).slot_bytes for size in stored), whole_components(spec, ranges),
+        any(overlap(part, other) for number, part in enumerate(ranges) for other in ranges[:number]),
+    )  # fmt: skip
