@@ -244,7 +244,7 @@ class Arena:
         """Take in a segment whose room was reserved."""
         self._reserved -= room.held - segment.nbytes
         self._segments[self._next] = segment
-        self._open.setdefault(segment.slot_class, []).append(self._next)
+        self._open.setdefault(segment.slot_class, []).insert(0, self._next)  # it stays empty while there is room elsewhere
         self._class_bytes[segment.slot_class] += segment.nbytes
         self._note_empty(self._next)
         self._next += 1

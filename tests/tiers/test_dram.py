@@ -72,6 +72,21 @@ def test_empty_segments_are_given_back_to_other_sizes_and_tenants() -> None:
     arena.close()
 
 
+def test_a_segment_made_ahead_stays_empty_while_there_is_room_elsewhere() -> None:
+    arena = Arena(64 << 20)
+    slot_class = Arena.slot_class("t", 1000)
+    (slot,) = fill(arena, slot_class, 1)
+    room = arena.reserve_spare(slot_class, 1 << 20)
+    assert room is not None
+    arena.add_segment(room, make_segment(room))
+    usage = arena.segments()
+    other = arena.allocate(slot_class)
+    assert other is not None
+    assert other >> 32 == slot >> 32
+    assert (arena.opened, arena.segments()) == (1, usage)
+    arena.close()
+
+
 def test_a_view_outlives_the_segment() -> None:
     arena = Arena(1 << 20)
     slot_class = Arena.slot_class("t", 1000)
