@@ -169,7 +169,7 @@ class Connection:
             async with asyncio.TaskGroup() as group:
                 try:
                     frames = 0
-                    self.channel.offer_frames(partial(self._dispatch, group))
+                    self.channel.offer_frames(partial(self._offered, group), bulk=True)
                     while (frame := await self._next_frame()) is not None:
                         await self._dispatch(group, *frame)
                         frames += 1
@@ -201,14 +201,24 @@ class Connection:
     async def _rest_of_frame(self, header: Header, raw: bytes) -> tuple[Header, bytes, bytes]:
         meta, payload = await self.channel.read_body(header, raw)
         if header.type is FrameType.SLICES:
-            error: KVStoreError | None = self._refusal(header.type)
-            if error is None:
-                error = await receive_slices(self, header, meta)
-            else:
-                await self.channel.skip(header.payload_bytes + header.trailer_bytes)
-            if error is not None:
-                await self._outbox.error(header.request, error)
+            await self._receive(header, meta)
         return header, meta, payload
+
+    async def _receive(self, header: Header, meta: bytes) -> None:
+        error: KVStoreError | None = self._refusal(header.type)
+        if error is None:
+            error = await receive_slices(self, header, meta)
+        else:
+            await self.channel.skip(header.payload_bytes + header.trailer_bytes)
+        if error is not None:
+            await self._outbox.error(header.request, error)
+
+    async def _offered(self, group: asyncio.TaskGroup, header: Header, meta: bytes, payload: bytes) -> None:
+        """Deal with a frame that is all there."""
+        if header.type is FrameType.SLICES:
+            await self._receive(header, meta)
+        else:
+            await self._dispatch(group, header, meta, payload)
 
     async def _dispatch(self, group: asyncio.TaskGroup, header: Header, meta: bytes, payload: bytes) -> None:
         kind = header.type
@@ -247,8 +257,11 @@ class Connection:
                 fatal_if_protocol(error)
                 await self._outbox.error(header.request, error)
                 return
-            await self._tasks.start(group, header, began, partial(self._slow, header.request, slow, message, payload))
-            if kind is FrameType.PUT:
+            put = kind is FrameType.PUT
+            ended = await self._tasks.start(group, header, began, partial(self._slow, header.request, slow, message, payload), here=put)
+            if ended:
+                await self._give_way(began)
+            elif put:
                 await asyncio.sleep(0)  # it has begun, nearly always, when its slices follow at once
         else:
             raise ProtocolError(f"a {kind.name} frame from a client")
@@ -259,6 +272,7 @@ class Connection:
             return False
         await self._outbox.send_reply(header.request, reply)
         self._stats.answered(header.type.name, began)
+        await self._give_way(began)
         return True
 
     async def _give_way(self, since_ns: int) -> None:

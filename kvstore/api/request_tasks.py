@@ -5,10 +5,12 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.api.outbox import Outbox
 from kvstore.api.request_stats import RequestStats
 from kvstore.api.wire import FrameType, Header
+from kvstore.api.wire.eager import Begun, begin
 from kvstore.errors import Cancelled, ConnectionLost, KVStoreError, ProtocolError
 
 _log = logging.getLogger("kvstore.connection")
@@ -43,13 +45,25 @@ class RequestTasks:
         self._client = client
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
-    async def start(self, group: asyncio.TaskGroup, header: Header, began: int, work: Work) -> None:
-        """Do the work of a request in a task of its own, once there are not too many. Raises ProtocolError if it is under way."""
+    async def start(self, group: asyncio.TaskGroup, header: Header, began: int, work: Work, *, here: bool = False) -> bool:
+        """Do the work of a request in a task of its own, once there are not too many. Raises ProtocolError if it is under way.
+
+        Or begin it `here`, so that it needs a task only if it has to wait: then it waits for a bare turn of the loop before anything
+        that asks for its task, as a timeout does. Returns whether it has ended.
+        """
         if header.request in self.under_way:
             raise ProtocolError(f"request {header.request} is still under way")
         await self._slots.acquire()
         self.under_way[header.request] = running = UnderWay(interruptible=header.type is not FrameType.FETCH, since_ns=began)
-        running.task = group.create_task(self._guarded(header, running, work), name=f"kvstore-{header.type.name}")
+        doing, rest = self._guarded(header, running, work), None
+        if here:
+            if (rest := begin(doing)) is None:
+                return True
+            doing = _to_its_end(rest)
+        running.task = group.create_task(doing, name=f"kvstore-{header.type.name}")
+        if rest is not None:
+            running.task.add_done_callback(partial(_abandon, rest))
+        return False
 
     async def _guarded(self, header: Header, running: UnderWay, work: Work) -> None:
         running.begun = True
@@ -60,8 +74,7 @@ class RequestTasks:
             self._stats.answered(header.type.name, running.since_ns)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            assert task is not None
-            if task.cancelling() and not running.cancelled:
+            if task is None or (task.cancelling() and not running.cancelled):
                 raise  # the connection ends, and nobody asked for that: what is not answered the client asks for again
             task.uncancel()
             await self._outbox.error(header.request, Cancelled("the request was cancelled"))
@@ -104,6 +117,15 @@ class RequestTasks:
         for running in self.under_way.values():
             if running.task is not None:
                 running.task.cancel()
+
+
+async def _to_its_end(rest: Begun[None]) -> None:
+    await rest
+
+
+def _abandon(rest: Begun[None], _: "asyncio.Task[None]") -> None:
+    """Its task has ended, maybe before it had begun."""
+    rest.abandon()
 
 
 def fatal_if_protocol(error: KVStoreError) -> None:

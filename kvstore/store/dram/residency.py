@@ -79,6 +79,7 @@ class Residency:
         opened = self._arena.opened
         slot = self._take(slot_class)
         if slot is None:
+            await asyncio.sleep(0)  # who was begun without a task has one from here on
             slot = await self._wait_for_slot(slot_class, self._wait_s if wait_s is None else wait_s)
         if self._arena.opened != opened:
             self.spares.took(slot_class)

@@ -168,6 +168,7 @@ class Puts:
         if put.error is not None:
             raise put.error
         if not put.ready:
+            await asyncio.sleep(0)  # who was begun without a task has one from here on
             try:
                 async with asyncio.timeout(wait_s):
                     await put.begun.wait()
