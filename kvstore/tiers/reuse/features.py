@@ -150,7 +150,8 @@ def page_codes(
     found |= _run(_DEPTH_CODES, first, last)
     found |= _run(_FROM_END_CODES, end - last, end - first)[::-1]
     found |= np.uint64(shared | base_uses << 4 * Field.BASE_USES)
-    found[: len(gaps)] |= _GAP_CODES.take(gaps)
+    if len(gaps):
+        found[: len(gaps)] |= _GAP_CODES.take(gaps)
     found[max(known - first, 0) :] |= _NEW
     return found
 

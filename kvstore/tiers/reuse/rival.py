@@ -31,7 +31,7 @@ class Rival:
 
     def played(self, state: npt.NDArray[np.uint8]) -> None:
         """A path was asked for, `state` is of its known pages: each hits up to the first that it would not hold."""
-        self._hits(_front(state & IN), _front(state & SHADOW))
+        self._hits(*((_front(state & IN), _front(state & SHADOW)) if len(state) else (0, 0)))
 
     def played_apart(self, state: npt.NDArray[np.uint8]) -> None:
         """As `played`, of pages that are each a path of their own."""
