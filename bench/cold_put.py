@@ -1,4 +1,4 @@
-"""What a put of 16 MiB costs a store whose code and tables are in no cache, in process: without sockets, and in µs.
+"""What a put of a page of one blob, of 16 MiB or `--page-bytes`, costs a store whose code and tables are in no cache, in process, in µs.
 
 Bulk pushes everything else out of a processor's caches, so each request finds them cold: here 48 MiB are copied before each step. What
 lies between the last byte of a put and its answer is `answer`; `begin` is the PUT, which its bytes overlap, and `enter` what comes behind
@@ -25,7 +25,6 @@ from kvstore.store.settings import NamespaceSettings
 from kvstore.store.store_config import StoreConfig
 
 _OWNER = 1
-_SHAPE = Shape(16 * MIB)
 _FROM, _TO = np.ones(24 * MIB, np.uint8), np.ones(24 * MIB, np.uint8)
 
 
@@ -64,7 +63,7 @@ def receive(put: Put, part: PartRange, number: int) -> None:
 async def one(store: Store, space: Space, clock: Clock, number: int) -> None:
     """One put, step by step."""
     part = space.spec.whole()
-    request = PutRequest(secrets.token_bytes(16), tokens(_SHAPE, number).tobytes(), {}, 0, (part,), Ack.MEMORY)
+    request = PutRequest(secrets.token_bytes(16), tokens(Shape(space.spec.page_bytes), number).tobytes(), {}, 0, (part,), Ack.MEMORY)
     since = clock.cold()
     put = await store.begin_put(_OWNER, space, request)
     clock.took("begin", since)
@@ -79,12 +78,12 @@ async def one(store: Store, space: Space, clock: Clock, number: int) -> None:
     clock.took("enter", since)
 
 
-async def measure(folder: Path, report: Report, repetitions: int) -> None:
+async def measure(folder: Path, report: Report, repetitions: int, page_bytes: int) -> None:
     """Puts of a page of one blob each."""
     clock = Clock(report)
     async with Store(StoreConfig(folder, dram_bytes=512 * MIB, ssd_bytes=512 * MIB)) as store:
         for number in range(-3, repetitions):
-            settings = NamespaceSettings(tenant="default", name=f"cold-{number}", fingerprint="model", spec=spec_of(_SHAPE.page_bytes))
+            settings = NamespaceSettings(tenant="default", name=f"cold-{number}", fingerprint="model", spec=spec_of(page_bytes))
             space = await store.create_namespace(settings)
             for clock.repetition, its in ((-1, 0), (number, 1)):
                 await one(store, space, clock, 2 * (number + 3) + its)
@@ -93,11 +92,13 @@ async def measure(folder: Path, report: Report, repetitions: int) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    settings = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--page-bytes", type=int, default=16 * MIB, help="bytes of the page (default: %(default)s)")
+    settings = parser.parse_args()
     repetitions = 20 if settings.quick else 60
-    report = Report("cold_put", {"repetitions": repetitions, "page_bytes": _SHAPE.page_bytes})
+    report = Report("cold_put", {"repetitions": repetitions, "page_bytes": settings.page_bytes})
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(Path(folder) / "data", report, repetitions))
+        asyncio.run(measure(Path(folder) / "data", report, repetitions, settings.page_bytes))
     report.show("µs, caches cold")
     report.write(settings.json)
     report.draw(settings.png, "µs, caches cold")
