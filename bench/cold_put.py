@@ -1,4 +1,4 @@
-"""What a put of a page of one blob, of 16 MiB or `--page-bytes`, costs a store whose code and tables are in no cache, in process, in µs.
+"""What a put of a page of one blob, of 16 MiB or `--page-bytes`, costs a store whose code and tables are in no cache, in process.
 
 Bulk pushes everything else out of a processor's caches, so each request finds them cold: here 48 MiB are copied before each step. What
 lies between the last byte of a put and its answer is `answer`; `begin` is the PUT, which its bytes overlap, and `enter` what comes behind

@@ -1,6 +1,6 @@
 """One client connection of the data plane: handshake, the frame loop, and replies.
 
-Quick requests are answered in the loop; those that may wait (fetches, puts, commits, drops) run as tasks of the
+Quick requests are answered in the loop; those that may wait (fetches, commits, drops, and puts that do wait) run as tasks of the
 connection, at most `MAX_REQUESTS` at a time. The loop stops reading while there are more: that is the back-pressure.
 """
 

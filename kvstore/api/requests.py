@@ -261,7 +261,8 @@ SLOW: dict[FrameType, tuple[type[Message], Slow]] = {
     FrameType.DELETE: (Prefix, _delete),
     **rebuilds.SLOW,
 }
-"""Answered by a task each, in any order; a put that is sent at once only if it fails, or not all of it is wanted."""
+"""Answered by a task each, a PUT by one only if it waits, in any order; a put that is sent at once only if it fails, or not all of it
+is wanted."""
 
 ACCESS: dict[FrameType, Access] = {
     FrameType.PING: Access.READ,
