@@ -205,4 +205,5 @@ async def test_old_blobs_that_can_not_be_read_are_kept(tmp_path: Path, kept: int
     async with Store(config(tmp_path, ssd_bytes=SSD)) as store:
         for context in CONTEXTS:
             await try_all(store, store.space("default", "ns"), context)
+        await store.settle()
     assert check_stopped(tmp_path, lambda _: None).lost_pages == sum(space.lost_pages for space in report.namespaces if space.name != "ns")

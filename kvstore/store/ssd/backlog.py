@@ -5,7 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.errors import Busy, KVStoreError
 from kvstore.store.space import Space
@@ -16,18 +16,30 @@ MAX_REQUESTS = 16_384
 
 @dataclass(slots=True)
 class WriteRequest:
-    """A page to be made durable with its ancestors. `nbytes` is about what that writes."""
+    """A page to be made durable with its ancestors, for any number of those who wait. `nbytes` is about what that writes."""
 
     space: Space
     key: bytes
     rewrite: bool
     nbytes: int
-    done: asyncio.Future[bool] | None
+    waiting: list[asyncio.Future[bool]] = field(default_factory=list)
+
+    def join(self) -> asyncio.Future[bool]:
+        """Wait for it: for whether the page is durable. Each has a future of its own, and may cancel it."""
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        return self.waiting[-1]
+
+    def answer(self, durable: bool) -> None:
+        """Tell those who still wait and have not been told."""
+        for one in self.waiting:
+            if not one.done():
+                one.set_result(durable)
 
     def fail(self, error: KVStoreError) -> None:
-        """Tell whoever waits, if anyone still does."""
-        if self.done is not None and not self.done.done():
-            self.done.set_exception(error)
+        """As `answer`, that it can't be."""
+        for one in self.waiting:
+            if not one.done():
+                one.set_exception(error)
 
 
 class Backlog:
@@ -38,6 +50,7 @@ class Backlog:
         self.max_requests = max_requests
         self.nbytes = 0
         self._queue: deque[WriteRequest] = deque()
+        self._by_page: dict[tuple[int, bytes], WriteRequest] = {}
         self._room = asyncio.Event()
         self._smoothed, self._smoothed_at = 0.0, time.monotonic()
 
@@ -74,10 +87,15 @@ class Backlog:
                     retry_after_ms=max(100, int(1000 * wait_s)),
                 ) from None
 
+    def of_page(self, space: Space, key: bytes) -> WriteRequest | None:
+        """The request of a page that waits already: who asks for it again joins that."""
+        return self._by_page.get((space.number, key))
+
     def add(self, request: WriteRequest) -> None:
-        """Let a request join; there must be room."""
+        """Queue a request of a page that has none; there must be room."""
         _ = self.smoothed_bytes
         self._queue.append(request)
+        self._by_page[request.space.number, request.key] = request
         self.nbytes += request.nbytes
 
     def take(self, nbytes: int) -> list[WriteRequest]:
@@ -86,6 +104,7 @@ class Backlog:
         taken: list[WriteRequest] = []
         while self._queue and nbytes > 0:
             taken.append(self._queue.popleft())
+            del self._by_page[taken[-1].space.number, taken[-1].key]
             nbytes -= taken[-1].nbytes
             self.nbytes -= taken[-1].nbytes
         self._room.set()

@@ -90,8 +90,10 @@ class Writeback:
     def queue(self, space: Space, key: bytes, *, rewrite: bool = False) -> None:
         """Make a page and its ancestors durable in the background, if that is possible and not too much is waiting already."""
         nbytes = self._cost_of(space, key)
-        if self.state.ok and not self._stopped and self.backlog.has_room(nbytes):
-            self.backlog.add(WriteRequest(space, key, rewrite, nbytes, None))
+        if (waiting := self.backlog.of_page(space, key)) is not None:
+            waiting.rewrite |= rewrite
+        elif self.state.ok and not self._stopped and self.backlog.has_room(nbytes):
+            self.backlog.add(WriteRequest(space, key, rewrite, nbytes))
             self._wake.set()
 
     def promised(self, space: Space) -> list[bytes]:
@@ -108,30 +110,39 @@ class Writeback:
         """
         wait_s = self._wait_s if wait_s is None else wait_s
         deadline = time.monotonic() + wait_s
-        requests: list[WriteRequest] = []
+        waiting: list[asyncio.Future[bool]] = []
         try:
             for key in keys:
-                nbytes = self._cost_of(space, key)
-                await self.backlog.wait_for_room(nbytes, deadline - time.monotonic())
-                if self._stopped:
-                    raise KVStoreError("write-behind has stopped; nothing can be made durable any more")
-                if not self.state.ok:
-                    raise self.state.error()
-                requests.append(WriteRequest(space, key, rewrite, nbytes, asyncio.get_running_loop().create_future()))
-                self.backlog.add(requests[-1])
-                self._wake.set()
-            waiting = [request.done for request in requests if request.done is not None]
+                request = await self._request(space, key, rewrite=rewrite, deadline=deadline)
+                waiting.append(request.join())
             if waiting:
                 _, late = await asyncio.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
                 if late:
                     raise Busy(f"{len(late)} pages are not durable after {wait_s:g} s: the SSD is slow", retry_after_ms=1000)
             return sum(done.result() for done in waiting)
         except KVStoreError as error:
-            raise error.after(_done_at_the_front(requests)) from error
+            raise error.after(_done_at_the_front(waiting)) from error
         finally:
-            for request in requests:
-                if request.done is not None and not request.done.cancel():
-                    request.done.exception()  # seen
+            for done in waiting:
+                if not done.cancel():
+                    done.exception()  # seen
+
+    async def _request(self, space: Space, key: bytes, *, rewrite: bool, deadline: float) -> WriteRequest:
+        """Queue a page, or find that it waits already. One that is being written is queued anew: its record may be encoded."""
+        if (waiting := self.backlog.of_page(space, key)) is None:
+            nbytes = self._cost_of(space, key)
+            await self.backlog.wait_for_room(nbytes, deadline - time.monotonic())
+            waiting = self.backlog.of_page(space, key)  # others may have asked for it meanwhile
+        if self._stopped:
+            raise KVStoreError("write-behind has stopped; nothing can be made durable any more")
+        if not self.state.ok:
+            raise self.state.error()
+        if waiting is None:
+            waiting = WriteRequest(space, key, rewrite, nbytes)
+            self.backlog.add(waiting)
+            self._wake.set()
+        waiting.rewrite |= rewrite
+        return waiting
 
     def _cost_of(self, space: Space, key: bytes) -> int:
         """About the bytes that making a page durable writes: those of all pages of its path that are not."""
@@ -232,8 +243,7 @@ class Writeback:
         if failure is not None:
             self._fail_all(failure)
         for request in requests:
-            if request.done is not None and not request.done.done():
-                self._answer(request, request.done)
+            self._answer(request)
 
     async def rewrite_blob(self, space: Space, row: int, stored: memoryview) -> None:
         """Write a blob's copy on SSD anew, durably; the caller holds its bytes. Raises lmdb.Error or OSError."""
@@ -264,9 +274,9 @@ class Writeback:
             self.journal.commit(JournalBatch(put_pages=batch.records.put_pages))
 
     @staticmethod
-    def _answer(request: WriteRequest, done: asyncio.Future[bool]) -> None:
+    def _answer(request: WriteRequest) -> None:
         slot = request.space.tree.pages.find_key(request.key)
-        done.set_result(slot >= 0 and request.space.is_durable(slot))
+        request.answer(slot >= 0 and request.space.is_durable(slot))
 
     async def stop(self, task: asyncio.Task[None], wait_s: float) -> bool:
         """End the task after the batch under way. False if a write does not end within `wait_s`: its thread is then left behind."""
@@ -279,9 +289,8 @@ class Writeback:
         return not stuck
 
 
-def _done_at_the_front(requests: list[WriteRequest]) -> int:
-    for number, request in enumerate(requests):
-        done = request.done
-        if done is None or not done.done() or done.cancelled() or done.exception() is not None or not done.result():
+def _done_at_the_front(waiting: list[asyncio.Future[bool]]) -> int:
+    for number, done in enumerate(waiting):
+        if not done.done() or done.cancelled() or done.exception() is not None or not done.result():
             return number
-    return len(requests)
+    return len(waiting)
