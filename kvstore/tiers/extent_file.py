@@ -79,13 +79,16 @@ class ExtentFile:
         """Return when all that was written is on the disk. Raises OSError."""
         os.fdatasync(self._fd)
 
-    def read(self, extents: Sequence[Extent], start: int, end: int, out: memoryview, *, uncached: bool) -> None:
-        """Fill bytes [start, end) of a blob. Of `out` what is behind them may be written to as well, up to the end of their last block.
+    def read(
+        self, extents: Sequence[Extent], start: int, end: int, out: memoryview, *, uncached: bool, to_end: bool = False
+    ) -> None:  # fmt: skip
+        """Fill bytes [start, end) of a blob. With `to_end` they are its last, and what `out` has behind them, up to the end of their
+        block, may be written to; else nothing is, as others may have read and verified it.
 
         With `uncached`, the disk is asked, not the page cache. Raises OSError, and Corrupt if the file ends before.
         """
         for stretch in _stretches(extents, start, end):
-            if not self._read_direct(stretch, out, last=stretch[2] == end, uncached=uncached):
+            if not self._read_direct(stretch, out, last=to_end and stretch[2] == end, uncached=uncached):
                 self._read_cached(stretch, out, uncached=uncached)
 
     def _read_direct(self, stretch: Stretch, out: memoryview, *, last: bool, uncached: bool) -> bool:

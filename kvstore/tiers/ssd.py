@@ -258,7 +258,7 @@ class BlobFile:
         def read_end() -> None:
             nonlocal table_good
             try:
-                self._extents.read(extents, pieces[0].start, pieces[0].end, out, uncached=uncached)
+                self._extents.read(extents, pieces[0].start, pieces[0].end, out, uncached=uncached, to_end=True)
                 verify_table(blob, layout, out)
                 table_good = True
             finally:

@@ -44,10 +44,10 @@ def stopping_before(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[th
     """Reads from SSD wait at the slice of this number until the event is set; the last slice is read first, with the digest table."""
     read, gate = ExtentFile.read, threading.Event()
 
-    def gated(self: ExtentFile, extents: Sequence[Extent], start: int, end: int, out: memoryview, *, uncached: bool) -> None:
+    def gated(self: ExtentFile, extents: Sequence[Extent], start: int, end: int, out: memoryview, **how: bool) -> None:
         if number * MIB < end <= len(DATA):
             gate.wait(20)
-        read(self, extents, start, end, out, uncached=uncached)
+        read(self, extents, start, end, out, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(ExtentFile, "read", gated)

@@ -55,7 +55,7 @@ def test_any_part_comes_back_from_wherever_it_was_written(tmp_path: Path, seed: 
             if draw.random() < 0.5:
                 forget(tmp_path / "extents")
             out = aligned(len(data)) if room else memoryview(bytearray(len(data)))
-            file.read(extents, 0, len(data), out, uncached=uncached)
+            file.read(extents, 0, len(data), out, uncached=uncached, to_end=True)
             assert out[: len(data)] == data
             assert not any(out[len(data) :]), "behind a blob there are zeros in its last block"
             start = draw.randrange(len(data))
@@ -86,9 +86,25 @@ def test_large_ones_are_read_straight_into_aligned_memory(tmp_path: Path, monkey
     monkeypatch.setattr(os, "preadv", watching)
     monkeypatch.setattr("kvstore.tiers.direct._make_buffer", no_buffer)
     out = aligned(len(data))
-    file.read(extents, 0, len(data), out, uncached=False)
+    file.read(extents, 0, len(data), out, uncached=False, to_end=True)
     assert out[: len(data)] == data
     assert straight == [1000 * BLOCK_BYTES, 281 * BLOCK_BYTES]
+    file.close()
+
+
+@pytest.mark.parametrize("to_end", [False, True])
+def test_nothing_behind_a_part_is_written_to_but_at_the_end_of_a_blob(tmp_path: Path, *, to_end: bool) -> None:
+    """Another thread may have read and verified what is there."""
+    file, data = ExtentFile(tmp_path / "extents"), random_bytes(1, 3 * MIB)
+    file.write([([Extent(0, 768)], data)])
+    for size in (MIB - 1, MIB + 1, MIB + 4095, 2 * MIB + 100):
+        forget(tmp_path / "extents")
+        out = aligned(len(data))
+        out[:] = b"\1" * len(out)
+        file.read([Extent(0, 768)], 0, size, out, uncached=False, to_end=to_end)
+        end = blocks_for(size) * BLOCK_BYTES if to_end else size
+        assert out[:size] == data[:size]
+        assert set(out[end:]) == {1}
     file.close()
 
 
@@ -118,6 +134,6 @@ def test_writes_that_come_short_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     file.write(blobs)
     for extents, data in blobs:
         out = memoryview(bytearray(len(data)))
-        file.read(extents, 0, len(data), out, uncached=False)
+        file.read(extents, 0, len(data), out, uncached=False, to_end=True)
         assert out == data
     file.close()
