@@ -1,7 +1,6 @@
 """What the parts of a put are in its namespace, thought out once for all puts that bring the same. Pure."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
 from kvstore.digests import DIGEST_BYTES
@@ -28,9 +27,25 @@ class Parts:
     """Whether any two have something in common: then no page may have both."""
 
 
-@lru_cache(maxsize=256)
+_KEPT = 256
+_KEPT_SLICES = 1024
+"""What has more of them is thought out each time: a client can name any number of such, and each takes a lot of memory."""
+_kept: dict[tuple[KVSpec, tuple[PartRange, ...]], Parts] = {}
+
+
 def parts_of(spec: KVSpec, ranges: tuple[PartRange, ...]) -> Parts:
     """Parts of these ranges. Raises BadRequest unless they lie inside the spec."""
+    parts = _kept.get((spec, ranges))
+    if parts is None:
+        parts = _think_out(spec, ranges)
+        if parts.slice_base[-1] <= _KEPT_SLICES:
+            if len(_kept) >= _KEPT:
+                _kept.pop(next(iter(_kept)))
+            _kept[spec, ranges] = parts
+    return parts
+
+
+def _think_out(spec: KVSpec, ranges: tuple[PartRange, ...]) -> Parts:
     if not 1 <= len(ranges) <= 256:
         raise BadRequest(f"a page has 1 to 256 parts, not {len(ranges)}")
     for part in ranges:
