@@ -90,6 +90,17 @@ async def test_who_asks_again_joins_what_waits_already(tmp_path: Path, monkeypat
         check(store)
 
 
+async def test_who_gives_up_is_forgotten() -> None:
+    """However often a page is asked for and given up while the disk hangs, what waits stays small."""
+    waits = request(0, 10)
+    stays = waits.join()
+    for _ in range(1000):
+        waits.join().cancel()
+    assert len(waits.waiting) <= 2
+    waits.answer(True)
+    assert await stays
+
+
 async def durable(store: Store, space: Space, numbers: Iterable[int]) -> list[PutResult | BaseException]:
     """Put pages, all at once, as durable; how each ended."""
     puts = [put(store, space, (number,), b"v" * 16, Ack.DURABLE) for number in numbers]

@@ -26,6 +26,7 @@ class WriteRequest:
 
     def join(self) -> asyncio.Future[bool]:
         """Wait for it: for whether the page is durable. Each has a future of its own, and may cancel it."""
+        self.waiting = [one for one in self.waiting if not one.done()]  # who gave up: there is no end to those while the disk hangs
         self.waiting.append(asyncio.get_running_loop().create_future())
         return self.waiting[-1]
 
