@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,4 +256,24 @@ async def test_a_put_says_how_many_pages_gained_a_window_or_a_state(tmp_path: Pa
         assert (other.new_pages, other.existing_pages, other.gained_pages) == (0, 3, 2), "its last two have windows, the last a state"
         again = await put_shard(store, space, (1, 2, 3), b"c" * 16, None, window_pages=2)
         assert (again.existing_pages, again.gained_pages) == (3, 0)
+        check(store)
+
+
+async def test_a_refused_put_does_not_call_pages_done_that_lack_what_it_brings(tmp_path: Path) -> None:
+    async with Store(config(tmp_path / "d", dram_bytes=1 << 20)) as store:
+        space = await store.create_namespace(replace(SETTINGS, retention_s=86_400))
+        await put_shard(store, space, (1, 2, 3), b"a" * 16, None, window_pages=0, with_state=False, ack=Ack.DURABLE)
+        request = PutRequest(b"c" * 16, tokens_of((1, 2, 3, *range(1000))), {}, 0, parts_of(None)[:3], Ack.MEMORY)
+        with pytest.raises(NoSpace, match="fewer pages at once") as refused:
+            await store.begin_put(1, space, request)
+        assert refused.value.done_pages == 0, "none of them has a window"
+        with pytest.raises(NoSpace, match="fewer pages at once") as refused:
+            await store.begin_put(1, space, replace(request, ranges=parts_of(None)[:2]))
+        assert refused.value.done_pages == 3
+        with pytest.raises(NoSpace):  # noqa: PT012 - until SSD is full
+            for number in range(100, 1000):
+                await put_shard(store, space, (number,), b"f" * 16, None, with_state=False, window_pages=0, ack=Ack.DURABLE)
+        with pytest.raises(NoSpace) as refused:
+            await put_shard(store, space, (1, 2, 3), b"b" * 16, None, window_pages=2, ack=Ack.DURABLE)
+        assert refused.value.done_pages == 1, "the windows of the others, and the state, are there, but not durable"
         check(store)

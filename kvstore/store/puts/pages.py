@@ -105,16 +105,24 @@ def masks_of(put: Put) -> Masks | None:
 
 
 def done_pages(put: Put) -> int:
-    """How many pages at the front of a put's prefix are there, from the root on; durably, if the put asks for that."""
-    tree, there = put.space.tree, slots_of(put)
-    last = int(np.count_nonzero(there >= 0)) - 1
-    slot = int(there[last]) if last >= 0 else tree.pages.find_key(put.parent) if put.first_page else -1
+    """How many pages at the front of a put's prefix are there, from the root on; durably, if the put asks for that.
+
+    Those of the put itself are with all components that it brings.
+    """
+    tree, there, durable = put.space.tree, slots_of(put), put.request.ack is Ack.DURABLE
+    own = there[there >= 0]
+    slot = int(own[-1]) if len(own) else tree.pages.find_key(put.parent) if put.first_page else -1
     if slot < 0:
         return 0
     slots = tree.path_slots(tree.path_to(slot))
-    if put.request.ack is Ack.DURABLE:  # a page is, only if all before it are
-        return int(np.count_nonzero(tree.pages.flags[slots] & DURABLE))
-    return len(slots)
+    missing = (tree.pages.flags[slots] & DURABLE) == 0 if durable else np.zeros(len(slots), np.bool_)
+    if tree.rules.optional and len(own):
+        bits = np.array([1 << part.component for part in put.request.ranges], np.uint16)
+        brought = np.bitwise_or.reduce(np.where(put.in_spans()[: len(own)], bits, np.uint16(0)), axis=1)
+        missing[put.first_page :] |= (brought & ~tree.pages.components[own]) != 0
+        if durable:
+            missing[put.first_page :] |= put.space.unwritten(own)
+    return int(missing.argmax()) if missing.any() else len(slots)
 
 
 @dataclass(frozen=True, slots=True)
