@@ -3,7 +3,9 @@
 A signal's handler runs as a call returns or a function begins, so that is where the tests raise, at one point after the other.
 """
 
+import concurrent.futures._base
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.api.wire import reading, writing
-from kvstore_client import Client, direct, turn
+from kvstore_client import Client, direct, loop_thread, turn
 from kvstore_client.blocking import Namespace
 from kvstore_client.direct import current
 from kvstore_workers.daemon_process import DaemonProcess
@@ -20,6 +22,7 @@ from tests.integration.pages import content, context, open_namespace
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # interrupted before it began
 LINE = (direct.__file__, turn.__file__, reading.__file__, writing.__file__)
+LOOP = (loop_thread.__file__, threading.__file__, concurrent.futures._base.__file__)
 
 
 @pytest.fixture
@@ -35,13 +38,13 @@ def namespace(client: Client) -> Namespace:
     return namespace
 
 
-def reached(work: Callable[[], Any], at: int, then: Callable[[], None]) -> bool:
-    """Do something, and have `then` called at the point number `at` of what it does with the line; False if there are not so many."""
+def reached(work: Callable[[], Any], at: int, then: Callable[[], None], where: tuple[str, ...] = LINE) -> bool:
+    """Do something, and have `then` called at the point number `at` of what it does there; False if there are not so many."""
     left = at
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         nonlocal left
-        if event in ("call", "c_return") and frame.f_code.co_filename in LINE:
+        if event in ("call", "c_return") and frame.f_code.co_filename in where:
             left -= 1
             if left == -1:
                 sys.setprofile(None)
@@ -55,14 +58,14 @@ def reached(work: Callable[[], Any], at: int, then: Callable[[], None]) -> bool:
     return left < 0
 
 
-def interrupted(work: Callable[[], Any], at: int) -> bool:
+def interrupted(work: Callable[[], Any], at: int, where: tuple[str, ...] = LINE) -> bool:
     """Whether something was interrupted at its point number `at`."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     try:
-        return reached(work, at, interrupt)
+        return reached(work, at, interrupt, where)
     except KeyboardInterrupt:
         return True
 
@@ -121,3 +124,22 @@ def test_calls_from_a_handler_do_not_take_the_line_of_what_they_interrupt(client
         assert by_the_line(client)
         at += 1
     assert at > 10
+
+
+def test_its_loop_waits_for_nobody_who_was_interrupted(client: Client) -> None:
+    """What goes by the loop of all threads: whoever is interrupted as it takes a lock must not leave it to the loop."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        client._thread.run(client.inner.ping())
+        answers.append(True)
+
+    at = 0
+    while interrupted(ask, at, LOOP):
+        answers.clear()
+        other = threading.Thread(target=ask, daemon=True)
+        other.start()
+        other.join(20)
+        assert answers, f"the loop hangs (interrupted at {at})"
+        at += 1
+    assert at >= 5
