@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvstore_client.client import AsyncClient
 
 _STORED_STEP = 256
-"""The daemon keeps parts, with their digests, in slots whose sizes are multiples of this, of 4 KiB if they are large; what it says that a put
-may have leaves room for those."""
+"""The daemon keeps parts, with their digests, in slots whose sizes are multiples of this, of 4 KiB if they are large: for those
+there is room in what it says that a put may have."""
 PUT_PAGES = 4096
 PUT_BYTES = 64 << 20
 """A put is sent in commits of about so many bytes, the front of the prefix first."""

@@ -38,6 +38,10 @@ _PROBE_KEY = blob_key(0xFFFFFFFF, bytes(16))
 _MOST_TRIES = 100
 _AT_ONCE = 1 << 16
 """Entries looked at by one transaction, or in one go."""
+_DELETED_AT_ONCE = 10_000
+"""By one transaction: it has a bound on the pages that it changes."""
+_NO_COMMIT = 1 << 63
+"""A commit's number is less: they are numbered by nanoseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,11 @@ class BlobIndex:
                     continue
         raise BlockingIOError(f"{_MOST_TRIES} times the index was written to twice while it was read")
 
+    def count(self) -> int:
+        """How many blobs there are, as LMDB counts them."""
+        entries: int = self._env.stat()["entries"]
+        return entries
+
     def namespace_numbers(self) -> list[int]:
         """The namespace numbers that have blobs."""
         numbers = []
@@ -172,14 +181,20 @@ class BlobIndex:
             return self._used(file_blocks)
 
     def _used(self, file_blocks: int) -> Used:
+        extents, outside, last = self._extents_of_all(file_blocks)
+        shared = shared_blocks(extents[:, 0], extents[:, 1]).tolist()
+        if shared or outside:
+            self._drop_wrong({*shared, *outside}, file_blocks)
+            extents, _, last = self._extents_of_all(file_blocks)
+        return Used(extents, last)
+
+    def _extents_of_all(self, file_blocks: int) -> tuple[Blocks, list[int], int]:
+        """The extents that lie in the file, the first blocks of those that do not, and the number of the last commit."""
         rows = self._rows()
-        begins = np.union1d(shared_blocks(rows), rows["first"][~_inside(rows, file_blocks)])
-        if len(begins):
-            self._drop_wrong(set(begins.tolist()), file_blocks)
-            rows = self._rows()
-            rows = rows[_inside(rows, file_blocks)]
-        extents = np.stack([rows["first"], rows["blocks"]], axis=1).astype(np.int64)
-        return Used(extents, int(rows["commit"].max(initial=0)))
+        inside = _inside(rows, file_blocks)
+        found, commits = rows[inside], rows["commit"]
+        extents = np.stack([found["first"], found["blocks"]], axis=1).astype(np.int64)
+        return extents, rows["first"][~inside].tolist(), int(commits[commits < _NO_COMMIT].max(initial=0))
 
     def _rows(self) -> npt.NDArray[np.void]:
         """Commit, first block and blocks of all extents."""
@@ -211,9 +226,10 @@ class BlobIndex:
                 if not begins.isdisjoint([extent.first for extent in record.extents] if record is not None else begins_of(value)):
                     claims.append(Claim(key, record))
         keys = losers(claims, file_blocks)
-        with writing(self._env, self._path) as txn:
-            for key in keys:
-                txn.delete(key)
+        for some in range(0, len(keys), _DELETED_AT_ONCE):
+            with writing(self._env, self._path) as txn:
+                for key in keys[some : some + _DELETED_AT_ONCE]:
+                    txn.delete(key)
         _log.error("%s: %d records named blocks that are not there, or another's: their blobs are lost", self._path, len(keys))
 
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.tiers.extent_record import Record
-from kvstore.tiers.free_space import Extent
+from kvstore.tiers.free_space import Blocks, Extent
 
 
 class Claim(NamedTuple):
@@ -21,11 +20,11 @@ class Claim(NamedTuple):
     record: Record | None
 
 
-def shared_blocks(rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """The first blocks of the extents (`first`, `blocks`) that share blocks with others."""
-    order = np.argsort(rows["first"], kind="stable")
-    first = rows["first"][order].astype(np.int64)
-    ends = np.maximum.accumulate(first + rows["blocks"][order].astype(np.int64))
+def shared_blocks(first: Blocks, blocks: Blocks) -> Blocks:
+    """The first blocks of the extents that share blocks with others."""
+    order = np.argsort(first, kind="stable")
+    first = first[order]
+    ends = np.maximum.accumulate(first + blocks[order])
     inside = np.flatnonzero(first[1:] < ends[:-1]) + 1
     if not len(inside):
         return inside
@@ -38,11 +37,17 @@ def shared_blocks(rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
 
 def losers(claims: Sequence[Claim], file_blocks: int) -> list[bytes]:
     """The keys of those with no right to a block they name: not verified, beyond the file, or of an earlier commit than another."""
-    taken: list[Extent] = []
     lost = [key for key, record in claims if record is None]
     verified = [(key, record) for key, record in claims if record is not None]
+    named = np.array([extent for _, record in verified for extent in record.extents], np.int64).reshape(-1, 2)
+    shared = set(shared_blocks(named[:, 0], named[:, 1]).tolist())  # mostly none any more: what does not verify names half of the file
+    taken: list[Extent] = []
     for key, record in sorted(verified, key=lambda one: -one[1].commit):
-        if all(extent.first + extent.blocks <= file_blocks and _is_free(extent, taken) for extent in record.extents):
+        if any(extent.first + extent.blocks > file_blocks for extent in record.extents):
+            lost.append(key)
+        elif shared.isdisjoint(extent.first for extent in record.extents):
+            continue
+        elif all(_is_free(extent, taken) for extent in record.extents):
             for extent in record.extents:
                 taken.insert(bisect(taken, extent), extent)
         else:

@@ -80,6 +80,11 @@ class BlobFile:
         self._gate = Gate()
         with contextlib.ExitStack() as opened:
             self._index = opened.enter_context(contextlib.closing(BlobIndex(path, capacity // _INDEX_SHARE + _INDEX_ROOM_BYTES)))
+            if not extents_beside(path).exists() and (blobs := self._index.count()):
+                raise DataDirError(
+                    f"{extents_beside(path)} is missing, in which the index in {path} names {blobs} blobs: put it back, "
+                    f"or delete {path} to start without them"
+                )
             self._extents = opened.enter_context(contextlib.closing(ExtentFile(extents_beside(path))))
             self._look_through()
             self._partners = started_pool(_PARTNERS, "kvstore-reader-2nd")

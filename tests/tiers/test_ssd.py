@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.digests import DIGEST_BYTES, blob_id, slice_digest
-from kvstore.errors import Corrupt, NotFound
+from kvstore.errors import Corrupt, DataDirError, NotFound
 from kvstore.kvspec import SliceLayout
 from kvstore.tiers.blob_index import BlobIndex
 from kvstore.tiers.extent_file import ExtentFile
@@ -206,6 +206,45 @@ def test_blobs_beyond_the_end_of_a_file_cut_short_free_nothing_of_others(blob_fi
     file.commit(BlobBatch(put=[(1, *make(seed)) for seed in range(40, 60)]))
     assert all(read(file, 1, blob) == bytes(data) for blob, data in [*made[:10], *more])
     file.close()
+
+
+@pytest.mark.parametrize("bit", [8 * 8 + 3, 8 * 8 + 55, 8 * 8 + 63, 16 * 8 + 6, 16 * 8 + 31, 63])
+def test_a_flipped_bit_in_one_of_many_records_costs_one_blob_and_little_time(blob_file: BlobFile, tmp_path: Path, bit: int) -> None:
+    """One that names half of the file is in the way of all the others."""
+    made = [make(seed) for seed in range(200)]
+    blob_file.commit(BlobBatch(put=[(1, *one) for one in made]))
+    blob_file.close()
+    with index_of(tmp_path) as txn:
+        value = bytearray(txn.get(blob_key(1, made[3][0])) or b"")
+        value[bit // 8] ^= 1 << bit % 8
+        txn.put(blob_key(1, made[3][0]), bytes(value))
+    file = BlobFile(tmp_path, 16 << 20)
+    left = {blob for blob, _ in file.stored_blobs(1)}
+    assert left >= {blob for blob, _ in made} - {made[3][0]}
+    assert all(read(file, 1, blob) == bytes(data) for blob, data in made if blob != made[3][0])
+    with pytest.raises(NotFound):
+        read(file, 1, made[3][0])
+    file.commit(BlobBatch(put=[(1, *made[3])]))
+    file.close()
+    again = BlobFile(tmp_path, 16 << 20)
+    assert all(read(again, 1, blob) == bytes(data) for blob, data in made)
+    again.close()
+
+
+def test_an_index_whose_file_is_missing_is_not_emptied(blob_file: BlobFile, tmp_path: Path) -> None:
+    """It may come back: a store that is restored in two steps, a mount that is late."""
+    made = make(1)
+    blob_file.commit(BlobBatch(put=[(1, *made)]))
+    blob_file.close()
+    away = tmp_path / "away"
+    extents_beside(tmp_path).rename(away)
+    with pytest.raises(DataDirError, match="is missing, in which the index"):
+        BlobFile(tmp_path, 16 << 20)
+    assert not extents_beside(tmp_path).exists()
+    away.rename(extents_beside(tmp_path))
+    again = BlobFile(tmp_path, 16 << 20)
+    assert read(again, 1, made[0]) == bytes(made[1])
+    again.close()
 
 
 def test_a_commit_that_fails_takes_nothing(blob_file: BlobFile, monkeypatch: pytest.MonkeyPatch) -> None:
