@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 from kvstore.errors import DataDirError
+from kvstore.folders import sync_folder
 
 FORMAT = 2
 """Version of everything on disk. A daemon opens its own format only; `kvstore migrate` makes it of an older one."""
@@ -138,12 +139,3 @@ def _write_durably(file: Path, data: bytes) -> None:
         os.close(fd)
     temporary.rename(file)
     sync_folder(file.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Return when what was made, renamed or deleted in a folder is so on the disk, too."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

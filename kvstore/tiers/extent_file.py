@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import Corrupt
+from kvstore.folders import sync_folder
 from kvstore.tiers.direct import ALIGNMENT, LARGEST_READ, DirectFile
 from kvstore.tiers.free_space import Extent
 
@@ -41,7 +42,7 @@ class ExtentFile:
         self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
         try:
             if not readonly:
-                _sync_folder(path.parent)
+                sync_folder(path.parent)  # or a file that was just made might not be there after a power cut
             self._direct = DirectFile(path)
         except BaseException:
             os.close(self._fd)
@@ -118,15 +119,6 @@ class ExtentFile:
             if not got:
                 raise Corrupt(f"the file of extents ends at {at}, in a blob")
             at, start = at + got, start + got
-
-
-def _sync_folder(path: Path) -> None:
-    """A file that was just made is there after a power cut only if its folder was synced."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _pieces(blobs: Sequence[tuple[Sequence[Extent], memoryview]]) -> Iterator[tuple[int, memoryview]]:

@@ -17,11 +17,12 @@ from pathlib import Path
 import lmdb
 
 from kvstore.errors import DataDirError, NotFound
+from kvstore.folders import sync_folder
 from kvstore.lmdb_files import is_marked
 from kvstore.lmdb_find import Damaged
 from kvstore.radix.journal import Journal
 from kvstore.store.checking.verify import lost_slots
-from kvstore.store.datadir import FORMAT, OLDEST, DataDir, sync_folder
+from kvstore.store.datadir import FORMAT, OLDEST, DataDir
 from kvstore.store.migrating.format1 import OldBlobs
 from kvstore.store.migrating.report import MAX_LOSSES, Loss, MigrationReport, NamespaceMigrated
 from kvstore.store.space import Space
