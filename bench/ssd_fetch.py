@@ -1,12 +1,14 @@
 """Cold fetches of 16 MiB blobs from SSD over loopback TCP, with fio's psync reads of the same file beside them.
 
 Prefixes of blobs are put durably, and fetched over one connection, verified at both ends, into memory that is there before the clock
-starts, as a worker's is: blob by blob in no order, one outstanding; and as a whole (`prefix`), as a worker gets a long prefix, where the
-daemon reads the next blobs while it sends one. Before each measurement the blob file is dropped from the page cache (posix_fadvise
-DONTNEED). What a process has mapped can't be dropped, and what a hypervisor keeps in its own cache can't be dropped from here: so how much
-the daemon had from the disk while it was fetched (`read_bytes` in /proc) stands beside each case (`from_disk`). Two cases:
+starts, as a worker's is. One blob after the other, one outstanding: in no order, so that nothing can be known of the next one, and in
+order (`in_order`), where the SDK says what comes next and the daemon reads it ahead. And as a whole (`prefix`), as a worker gets a long
+prefix, where the daemon reads the next blobs while it sends one. Before each measurement the blob file is dropped from the page cache
+(posix_fadvise DONTNEED). What a process has mapped can't be dropped, and what a hypervisor keeps in its own cache can't be dropped from
+here: so how much the daemon had from the disk while it was fetched (`read_bytes` in /proc) stands beside each (`from_disk`). Two cases:
 
-- `after_start`: the daemon has just been started, its DRAM is empty, so the memory for what is fetched has to be made, too.
+- `after_start`: the daemon has just been started, its DRAM is empty, so the memory for what is fetched has to be made, too. A hypervisor
+  may have taken back what is free, and then it is its pace that is measured: so as much memory is touched and freed again just before.
 - `running`: the DRAM of the daemon is as full as it gets, of other blobs, which are on SSD too. What is fetched is on SSD only, and
   nobody has touched it since the daemon was started.
 
@@ -19,6 +21,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -35,6 +38,7 @@ import numpy.typing as npt
 from bench.report import Report, arguments
 from bench.striped_fetch import GIB, MIB, PAGE_TOKENS, blob_spec
 from kvstore.digests import DIGEST_BYTES
+from kvstore.memfds import populate
 from kvstore.store.datadir import BLOBS
 from kvstore.tiers.ssd import BlobFile, extents_beside
 from kvstore_client import AsyncClient, Match, Namespace
@@ -44,12 +48,13 @@ READERS = 4
 """The daemon's default `reader_threads`."""
 BLOCK = 64 << 10
 """Of fio's reads."""
-CASES = ("after_start", "after_start_prefix", "running", "running_prefix")
+WAYS = ("", "_in_order", "_prefix")
+"""In which a prefix is fetched: the first prefix in the first way, and so on."""
+CASES = tuple(f"{when}{way}" for when in ("after_start", "running") for way in WAYS)
 """As in the names of what is measured."""
 _SIZE = 16 * MIB
-_PREFIXES = 4
-"""On SSD. The first is fetched blob by blob, the second as a whole, and the others fill DRAM, which has room for one and a half."""
-_BY_BLOB, _WHOLE = 0, 1
+_PREFIXES = len(WAYS) + 2
+"""On SSD. The last two fill DRAM, which has room for one and a half."""
 _SHIFT = 4096 + 256
 """Blobs are windows of one run of random bytes, so far apart."""
 
@@ -95,11 +100,11 @@ class Blobs:
                     upto = tokens[: (page + 1) * PAGE_TOKENS]
                     await namespace.put(upto, self._payload(prefix, page), first_page=page, durable=True)
 
-    async def fetch(self, namespace: Namespace, match: Match, prefix: int, *, whole: bool) -> float:
+    async def fetch(self, namespace: Namespace, match: Match, prefix: int, way: str) -> float:
         """GiB/s of a prefix. What comes is compared with what was put."""
-        pages = np.random.default_rng(7).permutation(self.each).tolist()
+        pages = list(range(self.each)) if way else np.random.default_rng(7).permutation(self.each).tolist()
         started = time.perf_counter()
-        if whole:
+        if way == "_prefix":
             await namespace.fetch(match, self._target)
         else:
             for page in pages:
@@ -149,10 +154,14 @@ class _Repetitions:
 
     def once(self, repetition: int) -> None:
         """Both cases and what is beside them."""
-        for case in (self._after_start, self._prefix_after_start, self._running):
+        for prefix in range(len(WAYS)):
             self._drop()
+            _touch(_dram(self._plan))
             with _daemon(self._folder, self._plan) as daemon:
-                asyncio.run(case(daemon, repetition))
+                asyncio.run(self._after_start(daemon, prefix, repetition))
+        self._drop()
+        with _daemon(self._folder, self._plan) as daemon:
+            asyncio.run(self._running(daemon, repetition))
         self._drop()
         self._report.add("read_alone_16MiB", repetition, self._read(), "GiB/s")
         if self._fio is not None:
@@ -163,37 +172,32 @@ class _Repetitions:
     def _drop(self) -> None:
         _drop(self._file)
 
-    async def _after_start(self, daemon: DaemonProcess, repetition: int) -> None:
+    async def _after_start(self, daemon: DaemonProcess, prefix: int, repetition: int) -> None:
         async with AsyncClient(daemon.endpoint, connections=1, shared_memory=False) as client:
             namespace = await client.namespace("cold")
-            await self._fetch_cold(daemon, namespace, _BY_BLOB, "ssd_cold_after_start", repetition)
-            async with await namespace.match(self._blobs.tokens(_BY_BLOB), lease_s=600) as match:
-                self._report.add(
-                    "ssd_then_dram_16MiB", repetition, await self._blobs.fetch(namespace, match, _BY_BLOB, whole=False), "GiB/s"
-                )
-
-    async def _prefix_after_start(self, daemon: DaemonProcess, repetition: int) -> None:
-        async with AsyncClient(daemon.endpoint, connections=1, shared_memory=False) as client:
-            await self._fetch_cold(daemon, await client.namespace("cold"), _WHOLE, "ssd_cold_after_start_prefix", repetition)
+            await self._fetch_cold(daemon, namespace, prefix, "after_start", repetition)
+            if WAYS[prefix]:
+                return
+            async with await namespace.match(self._blobs.tokens(prefix), lease_s=600) as match:
+                self._report.add("ssd_then_dram_16MiB", repetition, await self._blobs.fetch(namespace, match, prefix, ""), "GiB/s")
 
     async def _running(self, daemon: DaemonProcess, repetition: int) -> None:
         async with AsyncClient(daemon.endpoint, connections=1, shared_memory=False) as client:
             namespace = await client.namespace("cold")
-            for prefix in range(_WHOLE + 1, _PREFIXES):
+            for prefix in range(len(WAYS), _PREFIXES):
                 async with await namespace.match(self._blobs.tokens(prefix), lease_s=600) as match:
-                    await self._blobs.fetch(namespace, match, prefix, whole=False)
+                    await self._blobs.fetch(namespace, match, prefix, "")
             self._drop()
-            await self._fetch_cold(daemon, namespace, _BY_BLOB, "ssd_cold_running", repetition)
-            await self._fetch_cold(daemon, namespace, _WHOLE, "ssd_cold_running_prefix", repetition)
+            for prefix in range(len(WAYS)):
+                await self._fetch_cold(daemon, namespace, prefix, "running", repetition)
 
-    async def _fetch_cold(self, daemon: DaemonProcess, namespace: Namespace, prefix: int, name: str, repetition: int) -> None:
+    async def _fetch_cold(self, daemon: DaemonProcess, namespace: Namespace, prefix: int, when: str, repetition: int) -> None:
+        name = f"ssd_cold_{when}{WAYS[prefix]}"
         async with await namespace.match(self._blobs.tokens(prefix), lease_s=600) as match:
             if match.pages != self._plan.blobs or match.dram_pages:
                 sys.exit(f"of {self._plan.blobs} pages of prefix {prefix} there are {match.pages}, and {match.dram_pages} in DRAM")
             before = _read_bytes(daemon.pid)
-            self._report.add(
-                f"{name}_16MiB", repetition, await self._blobs.fetch(namespace, match, prefix, whole=prefix == _WHOLE), "GiB/s"
-            )
+            self._report.add(f"{name}_16MiB", repetition, await self._blobs.fetch(namespace, match, prefix, WAYS[prefix]), "GiB/s")
             from_disk = (_read_bytes(daemon.pid) - before) / (match.pages * _SIZE)
             self._report.add(f"{name}_from_disk", repetition, from_disk, "of the bytes")
 
@@ -230,6 +234,14 @@ def _daemon(folder: Path, plan: Plan) -> DaemonProcess:
     environment = {"KVSTORE_SCRUB_RATE": "0", "KVSTORE_READER_THREADS": str(READERS)}
     ssd = 2 * _PREFIXES * plan.blobs * _SIZE
     return DaemonProcess(folder / "data", "--dram", str(_dram(plan)), "--ssd", str(ssd), environment=environment)
+
+
+def _touch(nbytes: int) -> None:
+    """Have the machine find so much memory, and free it again."""
+    memory = mmap.mmap(-1, nbytes)
+    with memoryview(memory) as view:
+        populate(view)
+    memory.close()
 
 
 def _drop(path: Path) -> None:

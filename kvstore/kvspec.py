@@ -87,6 +87,14 @@ class PartRange:
     head_lo: int
     head_hi: int
 
+    def overlaps(self, other: "PartRange") -> bool:
+        """Whether both hold something that is the same."""
+        return (
+            self.component == other.component
+            and max(self.layer_lo, other.layer_lo) < min(self.layer_hi, other.layer_hi)
+            and max(self.head_lo, other.head_lo) < min(self.head_hi, other.head_hi)
+        )
+
 
 @dataclass(frozen=True)
 class KVSpec:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.digests import NO_EXTRA, extra_digest
 from kvstore.errors import BadRequest
 from kvstore.kvspec import Component, KVSpec, PartRange, namespace_digest
-from kvstore.store.puts.pending import overlap, whole_components
+from kvstore.store.puts.pending import whole_components
 from kvstore_client.fingerprint import fingerprint_folder, fingerprint_revision
 
 
@@ -71,9 +71,9 @@ def test_which_components_are_whole() -> None:
     assert whole_components(spec, (left, top, state)) == 0b10
     assert whole_components(spec, (left, top, bottom, state)) == 0b11
     assert whole_components(spec, ()) == 0
-    assert overlap(left, PartRange(0, 3, 4, 0, 2))
-    assert not overlap(left, top)
-    assert not overlap(left, state)
+    assert left.overlaps(PartRange(0, 3, 4, 0, 2))
+    assert not left.overlaps(top)
+    assert not left.overlaps(state)
 
 
 def test_extra_keys_are_typed_and_length_prefixed() -> None:

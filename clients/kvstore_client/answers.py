@@ -117,8 +117,9 @@ def fetch_request(namespace: str, stripe: Stripe, plan: FetchPlan) -> tuple[Fetc
     """What is sent to fetch a stripe of a plan."""
     blobs, payload = stripe.asked()
     message = FetchRequest(
-        namespace=namespace, blobs=blobs, provisional=plan.provisional, frame_bytes=plan.frame_bytes, priority=plan.priority
-    )
+        namespace=namespace, blobs=blobs, provisional=plan.provisional, frame_bytes=plan.frame_bytes, priority=plan.priority,
+        ahead=plan.take_ahead(),
+    )  # fmt: skip
     return message, payload
 
 

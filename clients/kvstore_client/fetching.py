@@ -49,9 +49,12 @@ class Arrivals:
 
 async def fetch_blocks(
     match: "Match", blocks: list[Block], target: memoryview, on_group: Callable[[int], None] | None, progress: Progress | None,
-    priority: Priority | None = None,
+    priority: Priority | None = None, ahead: bytes = b"",
 ) -> int:  # fmt: skip
-    """Fetch blocks into the caller's buffer. Returns the bytes. Raises NotFound (Corrupt) for what no way brings."""
+    """Fetch blocks into the caller's buffer; what is `ahead` (ids of 16 bytes) will be asked for next. Returns the bytes.
+
+    Raises NotFound (Corrupt) for what no way brings.
+    """
     client, namespace = match.namespace.client, match.namespace.id
     left, nbytes = blocks, sum(block.nbytes for block in blocks)
     if match.places():
@@ -68,7 +71,7 @@ async def fetch_blocks(
             left, client.pool.spread, on_group=on_group, progress=progress,
             stripe_bytes=LINK_STRIPE if client.pool.several else 0,
             priority=priority or ("interactive" if nbytes <= INTERACTIVE_BYTES else "bulk"),
-            frame_bytes=MAX_DATA_PAYLOAD if client.pool.local else 0,
+            frame_bytes=MAX_DATA_PAYLOAD if client.pool.local else 0, ahead=ahead,
         )  # fmt: skip
         await fetch_striped(client.pool, namespace, plan, target)
         plan.verify()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvstore.api.wire import DIGEST_BYTES, BadRequest, ConnectionLost, NotFound, PartRange
 from kvstore.api.wire.same_host import Place, unpack_places
+from kvstore_client.ahead import InOrder
 from kvstore_client.arguments import checked
 from kvstore_client.blocks import Block, PageBlobs
 from kvstore_client.direct import Elsewhere
@@ -68,6 +69,8 @@ class Match:
     _session: bytes = b""
     _places: bytes = b""
     _by_blob: dict[bytes, Place | None] | None = None
+    in_order: InOrder = field(default_factory=InOrder, compare=False)
+    """How its pages have been fetched so far."""
 
     def __repr__(self) -> str:
         leased = "leased" if self.valid else "not leased"
@@ -158,6 +161,19 @@ class Match:
                 for part in ranges:
                     yield page, part, self._ids[at : at + DIGEST_BYTES]
                     at += DIGEST_BYTES
+
+    def ids_of(self, first: int, last: int, wanted: PartRange) -> bytes:
+        """The blobs that hold something of `wanted` of the pages [first, last), page after page, 16 bytes each."""
+        found: list[bytes] = []
+        at = 0
+        for run_first, pages, ranges in self._runs:
+            width = DIGEST_BYTES * len(ranges)
+            needed = [DIGEST_BYTES * part for part, its in enumerate(ranges) if its.overlaps(wanted)]
+            for page in range(max(run_first, first), min(run_first + pages, last)):
+                start = at + (page - run_first) * width
+                found += [self._ids[start + part : start + part + DIGEST_BYTES] for part in needed]
+            at += width * pages
+        return b"".join(found)
 
     def usable_boundaries(self) -> npt.NDArray[np.int64]:
         """All usable boundaries in pages, rising; what ranks intersect to agree on one."""

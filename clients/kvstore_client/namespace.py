@@ -181,16 +181,18 @@ class Namespace(PrefixCalls, TextCalls):
                 raise BadRequest("scattered pages are fetched without layer groups and without a plan")
             if first == last:
                 return 0
+            ahead = match.in_order.after(match, first, last, wanted)
             async with self.client.deadline(timeout):
-                return await fetch_blocks(match, out.blocks(match, first, last, wanted), out.writable(), None, progress)
+                return await fetch_blocks(match, out.blocks(match, first, last, wanted), out.writable(), None, progress, ahead=ahead)
         target = writable(out, (last - first) * self.spec.part_bytes(wanted), at_least=plan is not None)
         if not len(target):
             return 0
         groups = layer_groups(wanted, group_layers)
         blocks = match.blocks(first, last, wanted, groups)
         tell = None if on_group is None else lambda number: on_group(groups[number].layer_lo, groups[number].layer_hi)
+        ahead = match.in_order.after(match, first, last, wanted)
         async with self.client.deadline(timeout):
-            return await fetch_blocks(match, blocks, target, tell, progress, priority)
+            return await fetch_blocks(match, blocks, target, tell, progress, priority, ahead)
 
     @checked(match=instance(Match, optional=False))
     async def view(

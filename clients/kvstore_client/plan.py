@@ -73,15 +73,16 @@ class FetchPlan:
 
     `on_group` is told the number of each layer group once all of it is there, `progress` the bytes so far and in all. The
     blobs of a `provisional` plan are parts of puts under way, which have no id yet. `stripe_bytes` says how large stripes are,
-    `frame_bytes` how large frames may be where nobody is told of what arrives.
+    `frame_bytes` how large frames may be where nobody is told of what arrives, `ahead` (ids of 16 bytes) what will be asked for next.
     """
 
     def __init__(
         self, blocks: Sequence[Block], connections: int, *, on_group: Callable[[int], None] | None = None,
         progress: Callable[[int, int], None] | None = None, provisional: bool = False, stripe_bytes: int = 0, priority: Priority = "bulk",
-        frame_bytes: int = 0,
+        frame_bytes: int = 0, ahead: bytes = b"",
     ) -> None:  # fmt: skip
         self.priority = priority
+        self._ahead = ahead
         self.provisional = provisional
         self.nbytes = 0
         self._arrived = 0
@@ -124,6 +125,11 @@ class FetchPlan:
         self._missing[group] -= size
         if not self._missing[group] and self._on_group is not None:
             self._on_group(group)
+
+    def take_ahead(self) -> bytes:
+        """What the daemon is to read ahead: it is told once."""
+        ahead, self._ahead = self._ahead, b""
+        return ahead
 
     def verify(self) -> None:
         """All stripes are there: no byte is missing, and every blob that was fetched whole has the id that it was asked by."""

@@ -22,6 +22,7 @@ COUNTERS = {
     "demoted_stored_bytes": "Stored bytes (payload with its digests) of blobs written to SSD by group commits",
     "promoted_blobs": "Blobs brought from SSD into DRAM, for fetches and prefetches",
     "promoted_stored_bytes": "Stored bytes of blobs brought from SSD into DRAM",
+    "read_ahead_blobs": "Blobs brought from SSD into DRAM before they were asked for, as their client fetches a prefix in order",
     "moved_blobs": "Blobs moved between DRAM segments, so that sparse ones can be given back",
     "moved_stored_bytes": "Stored bytes moved between DRAM segments",
     "evicted_dram_pages": "Pages that left DRAM and stay on SSD",

@@ -50,6 +50,8 @@ async def fetch_small(connection: Peer, request: int, asked: Asked) -> bool:
     if sent:
         store.stats.fetches += 1
         store.stats.fetch_bytes += asked.nbytes
+        if asked.ahead:
+            store.reading.ahead.want(asked.space, asked.ahead)
     return sent
 
 

@@ -21,6 +21,7 @@ from kvstore.api.wire.messages import FetchRequest, Message
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import BadRequest
 from kvstore.store import Held, Put, Space
+from kvstore.store.dram.read_ahead import MOST_BLOBS
 
 _AHEAD = 4
 """Blobs of a fetch that are brought up from SSD while earlier ones are sent."""
@@ -46,6 +47,8 @@ class Asked(NamedTuple):
     provisional: bool
     frame_bytes: int
     priority: str = ""
+    ahead: bytes = b""
+    """Ids of blobs that will probably be asked for next."""
 
     @property
     def names(self) -> list[bytes]:
@@ -70,8 +73,10 @@ def read_fetch(connection: Peer, meta: bytes, payload: bytes) -> Asked:
         raise BadRequest("a fetch of no pieces: it says which by its runs")
     if (last := max(max(alike.blobs) for alike in runs)) >= message.blobs:
         raise BadRequest(f"a run names blob {last} of {message.blobs}")
+    if len(message.ahead) % DIGEST_BYTES or len(message.ahead) > MOST_BLOBS * DIGEST_BYTES:
+        raise BadRequest(f"{len(message.ahead)} bytes of ids to be read ahead: at most {MOST_BLOBS} of {DIGEST_BYTES} each")
     nbytes = sum(alike.nbytes for alike in runs)
-    return Asked(space, payload[:ids_end], runs, nbytes, message.provisional, message.frame_bytes, message.priority)
+    return Asked(space, payload[:ids_end], runs, nbytes, message.provisional, message.frame_bytes, message.priority, message.ahead)
 
 
 async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
@@ -85,7 +90,7 @@ async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
         if asked.provisional:
             await _send_arriving(connection, sender, asked.names, runs)
         else:
-            await _send_stored(connection, sender, space, asked.ids, runs)
+            await _send_stored(connection, sender, asked)
         held_up = asked.provisional or sender.held_up
     finally:
         link.end(sender.payload_bytes, spoiled=held_up)
@@ -97,9 +102,9 @@ async def stream_fetch(connection: Peer, request: int, asked: Asked) -> None:
         await connection.reply(request, FrameType.FETCHED, sender.fetched())
 
 
-async def _send_stored(connection: Peer, sender: Sender, space: Space, ids: bytes, runs: list[Alike]) -> None:
-    store = connection.store
-    rows = store.reading.find_many(space, ids).tolist()
+async def _send_stored(connection: Peer, sender: Sender, asked: Asked) -> None:
+    store, space, runs = connection.store, asked.space, asked.runs
+    rows = store.reading.find_many(space, asked.ids).tolist()
     layouts = space.blobs.layouts_of(rows)
     for alike in runs:
         for layout in {id(layouts[blob]): layouts[blob] for blob in alike.blobs}.values():
@@ -121,6 +126,8 @@ async def _send_stored(connection: Peer, sender: Sender, space: Space, ids: byte
                     await sender.send_held(run, await ahead.next(sender.request))
                 elif not sender.add_whole(run, row, stored, layouts[blob]):
                     await sender.send_run(run, row, stored)
+        if asked.ahead:  # the disk is free from here on, while the last of this is sent
+            store.reading.ahead.want(space, asked.ahead)
         await sender.flush(last=True)
     finally:
         try:

@@ -33,6 +33,7 @@ class Stats:
     demoted_stored_bytes: int = 0
     promoted_blobs: int = 0
     promoted_stored_bytes: int = 0
+    read_ahead_blobs: int = 0
     moved_blobs: int = 0
     moved_stored_bytes: int = 0
     evicted_dram_pages: int = 0

@@ -385,7 +385,7 @@ class Store:
 
     async def settle(self) -> None:
         """Wait until nothing is being moved, written or deleted."""
-        while self._residency.moving or not self._writeback.idle or not self.recipes.idle:  # noqa: ASYNC110 - for onlookers; nobody should pay for an event
+        while self._residency.moving or self.reading.ahead.busy or not self._writeback.idle or not self.recipes.idle:  # noqa: ASYNC110 - for onlookers; nobody should pay for an event
             await asyncio.sleep(_SETTLE_POLL_S)
 
     @property

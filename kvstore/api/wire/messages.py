@@ -245,7 +245,8 @@ class FetchRequest(Message):
 
     With `provisional` the ids name parts of puts that this client follows (see runs.py), which may still be arriving.
     `frame_bytes`: of payload in a DATA frame, at most; 0 for as many as a frame may have. A longer piece has a frame of its own.
-    `priority` is `interactive` or `bulk`; what says neither is bulk.
+    `priority` is `interactive` or `bulk`; what says neither is bulk. `ahead` are the ids of at most 64 more blobs, 16 bytes each, that will
+    probably be asked for next, in that order: they are brought into DRAM, if that can be done.
     """
 
     namespace: str
@@ -253,6 +254,7 @@ class FetchRequest(Message):
     provisional: bool = False
     frame_bytes: int = 0
     priority: str = ""
+    ahead: bytes = b""
 
 
 class Fetched(Message):

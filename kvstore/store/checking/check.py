@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvstore.kvspec import PartRange
 from kvstore.radix.check import check as check_tree
 from kvstore.radix.pages import GHOST, RECIPE, Slots
-from kvstore.store.puts.pending import Pending, overlap, whole_components
+from kvstore.store.puts.pending import Pending, whole_components
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.tiers.blobs import NO_SLOT, BlobTable
@@ -128,7 +128,7 @@ def _check_cover(space: Space, live: Slots) -> None:
         ranges = tuple(PartRange(*row) for row in shape)
         named = sum(1 << c for c in {row[0] for row in shape})
         assert whole_components(space.spec, ranges) == named, f"a page has only some parts of a component: {shape}"
-        assert not any(overlap(a, b) for i, a in enumerate(ranges) for b in ranges[:i]), f"two parts of a page overlap: {shape}"
+        assert not any(a.overlaps(b) for i, a in enumerate(ranges) for b in ranges[:i]), f"two parts of a page overlap: {shape}"
 
 
 def _check_leases(store: Store, space: Space) -> None:

@@ -16,6 +16,7 @@ from kvstore.errors import Busy, Cancelled, Corrupt, NoSpace, NotFound
 from kvstore.kvspec import SliceLayout
 from kvstore.store.dram.arriving import Arriving
 from kvstore.store.dram.copies import lies_in
+from kvstore.store.dram.read_ahead import ReadAhead
 from kvstore.store.matching.rates import Meter
 from kvstore.store.space import Space
 from kvstore.store.ssd.writeback import Writeback
@@ -83,6 +84,7 @@ class Reading:
         self._reads = reads
         self._loading: dict[tuple[int, int], tuple[Arriving, asyncio.Task[None]]] = {}
         self._staging = asyncio.Semaphore(_STAGING_BLOBS)
+        self.ahead = ReadAhead(self.promote, self._idle, stats)
         self._stopped = False
 
     def find(self, space: Space, blob_id: bytes) -> int:
@@ -194,9 +196,14 @@ class Reading:
         else:
             done.exception()  # seen: those who waited for it may all be gone
 
+    async def _idle(self) -> None:
+        while self._loading:
+            await asyncio.wait([task for _, task in self._loading.values()])
+
     async def stop(self, wait_s: float) -> bool:
         """End what is being read into DRAM; nothing more will be. False if a read does not end within `wait_s`."""
         self._stopped = True
+        await self.ahead.stop()
         tasks = [task for _, task in self._loading.values()]
         for task in tasks:
             task.cancel()

@@ -6,7 +6,7 @@ from itertools import accumulate
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange, SliceLayout
-from kvstore.store.puts.pending import overlap, whole_components
+from kvstore.store.puts.pending import whole_components
 from kvstore.tiers.dram import Arena
 
 
@@ -55,5 +55,5 @@ def _think_out(spec: KVSpec, ranges: tuple[PartRange, ...]) -> Parts:
     return Parts(
         layouts, tuple(accumulate((layout.count for layout in layouts), initial=0)), stored,
         tuple(Arena.slot_class("", size).slot_bytes for size in stored), whole_components(spec, ranges),
-        any(overlap(part, other) for number, part in enumerate(ranges) for other in ranges[:number]),
+        any(part.overlaps(other) for number, part in enumerate(ranges) for other in ranges[:number]),
     )  # fmt: skip

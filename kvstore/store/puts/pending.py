@@ -128,12 +128,3 @@ def whole_components(spec: KVSpec, ranges: tuple[PartRange, ...]) -> int:
             seen[rows, heads.index(part.head_lo) : heads.index(part.head_hi)] = True
         found |= int(seen.all()) << index
     return found
-
-
-def overlap(one: PartRange, other: PartRange) -> bool:
-    """Whether two part ranges have something in common."""
-    return (
-        one.component == other.component
-        and max(one.layer_lo, other.layer_lo) < min(one.layer_hi, other.layer_hi)
-        and max(one.head_lo, other.head_lo) < min(one.head_hi, other.head_hi)
-    )

@@ -8,7 +8,6 @@ from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import KVSpec, PartRange
 from kvstore.radix.tree import Extras
 from kvstore.store.puts.parts import parts_of
-from kvstore.store.puts.pending import overlap
 
 
 class Ack(Enum):
@@ -61,7 +60,7 @@ def check_parts(spec: KVSpec, request: PutRequest, total_pages: int) -> None:
             raise BadRequest(f"a part on the pages [{first}, {last}) of a put of the pages [{request.first_page}, {total_pages})")
     for number, part in enumerate(ranges) if parts.overlapping else ():
         for other in range(number):
-            if overlap(part, ranges[other]) and (
+            if part.overlaps(ranges[other]) and (
                 not spans or max(spans[number][0], spans[other][0]) < min(spans[number][1], spans[other][1])
             ):
                 raise BadRequest(f"two parts of component {part.component} overlap")
