@@ -56,9 +56,16 @@ class ReadAhead:
         try:
             while self._waiting:
                 await self._idle()
-                async with asyncio.TaskGroup() as group:
-                    for space, row in self._next():
-                        group.create_task(self._bring(space, row))
+                found = self._next()
+                for space, row in found:
+                    space.pin(row)  # before anything is awaited: a row that is let go may become another blob's
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for space, row in found:
+                            group.create_task(self._bring(space, row))
+                finally:
+                    for space, row in found:
+                        space.unpin(row)
         finally:
             self._task = None
 
@@ -77,14 +84,12 @@ class ReadAhead:
         return found
 
     async def _bring(self, space: Space, row: int) -> None:
-        space.pin(row)
         try:
             await self._promote(space, row)
-            self._stats.read_ahead_blobs += 1
         except KVStoreError:  # no room, or it is damaged: who asks for it will hear
             self._waiting.clear()
-        finally:
-            space.unpin(row)
+        else:
+            self._stats.read_ahead_blobs += 1
 
     async def stop(self) -> None:
         """Bring nothing more up; what is being read may go on."""
