@@ -9,6 +9,8 @@ LMCACHE := .venv-lmcache
 SGLANG := .venv-sglang
 PEERS := .venv-peers
 VLLM := .venv-vllm
+# No test may take longer (in seconds); what takes nearly so long has all threads' stacks on standard error first.
+bounded = --timeout $1 --override-ini faulthandler_timeout=$(shell expr $1 - 20)
 
 .PHONY: help demo factory test test-oracle test-engines test-engines-vllm test-engines-lmcache test-engines-sglang openapi crash cuts flips fuzz soak lint format bench bench-peers lock clean
 
@@ -28,13 +30,13 @@ test-oracle: $(ORACLE)/.installed ## Compare the hybrid match with SGLang's cach
 	$(ORACLE)/bin/python -m tests.oracle $(ARGS)
 
 crash: $(DEV_STAMP) ## Kill the daemon 200 times under load; what was acknowledged as durable must be there
-	KVSTORE_TEST_KILLS=200 $(BIN)/python -m pytest tests/faults/test_crash_cycles.py --timeout 3600 $(ARGS)
+	KVSTORE_TEST_KILLS=200 $(BIN)/python -m pytest tests/faults/test_crash_cycles.py $(call bounded,3600) $(ARGS)
 
 cuts: $(DEV_STAMP) ## Cut every kind of request at every byte
-	KVSTORE_TEST_CUTS=all $(BIN)/python -m pytest tests/faults/test_cut_frames.py --timeout 3600 $(ARGS)
+	KVSTORE_TEST_CUTS=all $(BIN)/python -m pytest tests/faults/test_cut_frames.py $(call bounded,3600) $(ARGS)
 
 flips: $(DEV_STAMP) ## Flip bits in the files of a stopped daemon, 300 times
-	KVSTORE_TEST_FLIPS=300 $(BIN)/python -m pytest tests/faults/test_flips.py --timeout 3600 $(ARGS)
+	KVSTORE_TEST_FLIPS=300 $(BIN)/python -m pytest tests/faults/test_flips.py $(call bounded,3600) $(ARGS)
 
 fuzz: $(DEV_STAMP) ## Feed a million random inputs to the decoders and to a live daemon
 	$(BIN)/python -m tests.fuzz $(ARGS)
@@ -45,16 +47,16 @@ soak: $(STAMP) ## Run mixed load for 20 minutes and see that memory, descriptors
 test-engines: test-engines-vllm test-engines-lmcache test-engines-sglang ## Run the connectors in the real engines
 
 test-engines-lmcache: $(LMCACHE)/.installed ## Run the LMCache adapter in the real LMCache, and LMCache's own bench over it
-	$(LMCACHE)/bin/python -m pytest --numprocesses 0 --timeout 600 tests/engines/lmcache $(ARGS)
+	$(LMCACHE)/bin/python -m pytest --numprocesses 0 $(call bounded,600) tests/engines/lmcache $(ARGS)
 
 test-engines-sglang: $(SGLANG)/.installed ## Run the SGLang backend over SGLang's own host pools, beside its file backend
-	$(SGLANG)/bin/python -m pytest --numprocesses 0 --timeout 600 tests/engines/sglang $(ARGS)
+	$(SGLANG)/bin/python -m pytest --numprocesses 0 $(call bounded,600) tests/engines/sglang $(ARGS)
 
 test-engines-vllm: $(VLLM)/.installed ## Run the vLLM connector in the real vLLM with a real model, some minutes
-	$(VLLM)/bin/python -m pytest --numprocesses 0 --timeout 1800 --capture no tests/engines/vllm $(ARGS)
+	$(VLLM)/bin/python -m pytest --numprocesses 0 $(call bounded,1800) --capture no tests/engines/vllm $(ARGS)
 
 openapi: $(DEV_STAMP) ## Run the OpenAPI document against a daemon at length (make test does so briefly)
-	OPENAPI_EXAMPLES=1000 $(BIN)/python -m pytest --timeout 3600 tests/integration/test_openapi.py $(ARGS)
+	OPENAPI_EXAMPLES=1000 $(BIN)/python -m pytest $(call bounded,3600) tests/integration/test_openapi.py $(ARGS)
 
 lint: $(DEV_STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .
