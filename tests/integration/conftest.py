@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_client import Client, KVSpec
+from kvstore_client import Client, KVSpec, direct
 from kvstore_client.blocking import Namespace
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, fetch_checked, open_namespace
@@ -47,6 +47,12 @@ def raw(daemon: DaemonProcess) -> Iterator[RawClient]:
     wait_for_baseline(daemon.http, used)
     with Client(daemon.unix_endpoint, connections=1) as client:
         assert fetch_checked(client.namespace("pages"), context(1)) == 4
+
+
+@pytest.fixture
+def time_for_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blocking client has a line once it has asked enough, also where the machine stands still for a second just then."""
+    monkeypatch.setattr(direct, "_CONNECT_S", 30.0)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, fetch_checked, open_namespace
 from tests.integration.raw import stat, wait_for_baseline
 
+pytestmark = pytest.mark.usefixtures("time_for_a_line")
+
 
 def line_of(client: Client) -> Line | None:
     """The line, once the client has asked for enough to have one."""

@@ -20,7 +20,10 @@ from kvstore_client.direct import current
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, open_namespace
 
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # interrupted before it began
+pytestmark = [
+    pytest.mark.usefixtures("time_for_a_line"),
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),  # interrupted before it began
+]
 LINE = (direct.__file__, turn.__file__, reading.__file__, writing.__file__)
 LOOP = (loop_thread.__file__, threading.__file__, concurrent.futures._base.__file__)
 
