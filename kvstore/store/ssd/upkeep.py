@@ -63,12 +63,14 @@ class Orphans:
 
     async def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
-        known = {space.number: space for space in self._spaces()}
-        for number in await loop.run_in_executor(self._readers, self._blob_file.namespace_numbers):
+        found = await loop.run_in_executor(self._readers, self._blob_file.namespace_numbers)
+        known = {space.number for space in self._spaces()}  # as of now: what was found may be of one that was made meanwhile
+        for number in found:
             if number not in known:
                 async with self._writeback.lock:
-                    await loop.run_in_executor(self._writer, self._blob_file.drop_namespace, number)
-        for space in known.values():
+                    if all(space.number != number for space in self._spaces()):  # a new one may have been given that number
+                        await loop.run_in_executor(self._writer, self._blob_file.drop_namespace, number)
+        for space in list(self._spaces()):
             await self._find_orphans_of(space)
         self._writeback.poke()
 
