@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -183,7 +184,8 @@ async def bind_tcp(setting: str, host: str, port: int) -> tuple[socket.socket, s
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise Conflict(f"can't listen on {host}:{port}: {error.strerror}; choose others with --host, --port and --http-port") from error
+        by = " (by a daemon that runs already? `kvstore status` asks it)" if error.errno == errno.EADDRINUSE else ""
+        raise Conflict(f"can't listen on {host}:{port}: {error.strerror}{by}; choose others with --host, --port and --http-port") from error
     name = f"[{host}]" if ":" in host else host
     return listener, f"{name}:{listener.getsockname()[1]}"
 

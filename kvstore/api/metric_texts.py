@@ -6,7 +6,7 @@ COUNTERS = {
     "asked_tokens": "Tokens that matches asked about, without those of a base; not of flat namespaces",
     "puts": "Puts that were committed, counted once each, whatever of them was there already",
     "put_pages": "Pages that became visible by the commit of a put",
-    "put_bytes": "Payload bytes that committed puts brought, before compression or sharing of equal bytes",
+    "put_bytes": "Payload bytes that committed puts brought, before sharing of equal bytes",
     "put_exists_pages": "Pages of committed puts that were there already, so that nothing new was kept of them",
     "puts_aborted": "Puts that ended without a commit: given up by the client, refused, timed out, or with their connection",
     "puts_busy": "Puts refused for now (`busy`), at their beginning or their commit: no room in time; each further try counts",

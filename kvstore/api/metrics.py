@@ -38,10 +38,12 @@ class StoreCollector(Collector):
         yield from (used, capacity)
         pages = GaugeMetricFamily("kvstore_pages", "Pages of a namespace that can be matched, wherever they are", labels=["namespace"])
         blobs = GaugeMetricFamily("kvstore_blobs", "Different blobs of a namespace in DRAM, on SSD, or in both", labels=["namespace"])
+        names = InfoMetricFamily("kvstore_namespace", "What a namespace is called, and whose it is; always 1", labels=["namespace"])
         for space in self._store.all_spaces():
             pages.add_metric([space.id], space.tree.page_count)
             blobs.add_metric([space.id], space.blobs.count)
-        yield from (pages, blobs)
+            names.add_metric([space.id], {"name": space.settings.name, "tenant": space.settings.tenant})
+        yield from (pages, blobs, names)
         yield from _request_metrics(self._data_plane.request_stats)
         yield from _rebuild_metrics(self._store)
         state = GaugeMetricFamily(

@@ -69,7 +69,8 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        response = problem(error.status, "http", f"{error.reason}: {request.method} {request.path}")
+        known = "; GET /openapi.json has all that there is" if error.status in (404, 405) else ""
+        response = problem(error.status, "http", f"{error.reason}: {request.method} {request.path}{known}")
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
     except Exception:  # noqa: BLE001 - a bug in one request must not end the others

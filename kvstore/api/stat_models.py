@@ -9,7 +9,7 @@ from kvstore.api.request_stats import Histogram
 from kvstore.store.checking.scrub import ScrubProgress
 from kvstore.store.matching.rates import Rate
 from kvstore.store.ssd.recovery import LoadProgress
-from kvstore.store.ssd.state import SsdState
+from kvstore.store.ssd.state import SsdHealth
 from kvstore.store.stats import Stats
 from kvstore.tiers.dram import SegmentUsage
 
@@ -26,7 +26,7 @@ class Readiness(ReplyModel):
 
     status: Literal["ready", "loading"] = "ready"
     loading: Annotated[LoadProgress | None, Field(description="pages that are back, while it loads")] = None
-    ssd_state: Annotated[SsdState | None, Field(description="if the disk is not well; the store serves on from DRAM")] = None
+    ssd_state: Annotated[SsdHealth | None, Field(description="if the disk is not well; the store serves on from DRAM")] = None
     epoch: Annotated[int, Field(description="changes with every start of the daemon")]
     endpoints: Annotated[list[str], Field(description="the data plane's addresses")]
 
@@ -90,7 +90,7 @@ class Stat(ReplyModel):
     pending_pages: Annotated[int | None, Field(description="pages of which other shards are still to come")] = None
     pinned_blobs: int | None = None
     loading: LoadProgress | None = None
-    ssd_state: SsdState | None = None
+    ssd_state: SsdHealth | None = None
     scrub: ScrubProgress | None = None
     writeback_backlog_pages: int | None = None
     writeback_backlog_bytes: int | None = None

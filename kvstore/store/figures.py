@@ -11,7 +11,7 @@ from kvstore.store.space import Space
 from kvstore.store.spaces import Spaces
 from kvstore.store.ssd.backlog import Backlog
 from kvstore.store.ssd.recovery import LoadProgress, Recovery
-from kvstore.store.ssd.state import SsdState
+from kvstore.store.ssd.state import SsdHealth
 from kvstore.store.ssd.writeback import Writeback
 from kvstore.tiers import Usage
 from kvstore.tiers.dram import Arena, SegmentUsage
@@ -54,11 +54,11 @@ class Figures:
         return self._arena.segments()
 
     def usage_of(self, tenant: str) -> dict[str, Usage]:
-        """A tenant's own usage by tier, out of its quota, or of the tier if it has none."""
+        """A tenant's own usage by tier, out of its quota, or of the tier if it has none, or a larger one."""
         quota = self._quotas.of(tenant)
         return {
-            "dram": Usage(quota.dram or self._arena.capacity, self._arena.used_by(tenant)),
-            "ssd": Usage(quota.ssd or self._files.blobs.capacity, self._spaces.ssd_bytes_of(tenant)),
+            "dram": Usage(min(quota.dram or self._arena.capacity, self._arena.capacity), self._arena.used_by(tenant)),
+            "ssd": Usage(min(quota.ssd or self._files.blobs.capacity, self._files.blobs.capacity), self._spaces.ssd_bytes_of(tenant)),
         }
 
     def puts_open_of(self, tenant: str) -> int:
@@ -95,6 +95,6 @@ class Figures:
         return self._replacement.policies[DRAM].follows_lru
 
     @property
-    def ssd_state(self) -> SsdState:
+    def ssd_state(self) -> SsdHealth:
         """How the disk under the SSD tier is doing."""
         return self._writeback.state

@@ -27,6 +27,13 @@ def test_a_second_daemon_is_refused_and_the_first_goes_on(data_dir: Path) -> Non
                 open_namespace(client)
 
 
+def test_a_port_that_a_daemon_has_is_said(data_dir: Path) -> None:
+    with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", "16MiB") as first:
+        port = first.http.rpartition(":")[2]
+        words = last_words(data_dir.parent / "another", "--http-port", port)
+        assert f"127.0.0.1:{port}: Address already in use (by a daemon that runs already? `kvstore status` asks it)" in words
+
+
 def test_an_ssd_tier_that_may_fill_the_disk_is_warned_of(data_dir: Path) -> None:
     for nbytes, warned in ((16 << 20, False), (2 * shutil.disk_usage(data_dir.parent).total, True)):
         with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", str(nbytes)) as daemon:

@@ -57,6 +57,10 @@ def test_health_and_metrics(http: str) -> None:
     text = ask(f"{http}/metrics")[2].decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["kvstore_put_pages_total"]) >= 4
+    called = next(line for line in values if line.startswith("kvstore_namespace_info{") and 'name="pages"' in line)
+    named = called.partition('namespace="')[2].partition('"')[0]
+    assert 'tenant="default"' in called
+    assert float(values[f'kvstore_pages{{namespace="{named}"}}']) >= 4
     assert 0 < float(values['kvstore_tier_used_bytes{tier="dram"}']) <= float(values['kvstore_tier_capacity_bytes{tier="dram"}'])
 
 
@@ -146,6 +150,7 @@ def test_a_field_is_named_as_it_is_in_the_body(http: str) -> None:
 
 def test_bad_places(http: str) -> None:
     assert problem(ask(f"{http}/nowhere"))[0] == 404
+    assert "GET /openapi.json" in json.loads(ask(http)[2])["detail"]
     refused = ask(f"{http}/v1/namespaces", "PUT", {})
     assert problem(refused)[0] == 405
     assert set(refused[1]["Allow"].split(",")) == {"GET", "HEAD", "POST"}
@@ -175,3 +180,7 @@ def test_blobs_and_ranges(http: str) -> None:
     assert ask(url, Range="pages=1-2")[::2] == (200, expected)
     for text in ("16384-", "99999-100000", "5-2", "-0", "-", "x"):
         assert problem(ask(url, Range=f"bytes={text}"))[0] == 416
+
+
+def test_the_state_of_the_disk_has_what_is_meant_for_others(http: str) -> None:
+    assert json.loads(ask(f"{http}/v1/stat")[2])["ssd_state"] == {"state": "ok", "since": 0.0, "last_error": "", "errors": 0}

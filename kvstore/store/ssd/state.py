@@ -32,20 +32,26 @@ def _advice(error: Exception) -> str:
 
 
 @dataclass(slots=True)
-class SsdState:
-    """`state` is ok, full or failing, `since` a Unix time; `last_error` stays after the disk is well again."""
+class SsdHealth:
+    """What is told of the disk: `state` is ok, full or failing, `since` a Unix time; `last_error` stays after it is well again."""
 
     state: str = OK
     since: float = 0.0
     last_error: str = ""
     errors: int = 0
-    _said: str = ""
-    """Of a full one, what is full and what to do."""
 
     @property
     def ok(self) -> bool:
         """Whether writes are worth trying."""
         return self.state == OK
+
+
+@dataclass(slots=True)
+class SsdState(SsdHealth):
+    """The same, kept up by what happens to writes."""
+
+    _said: str = ""
+    """Of a full one, what is full and what to do."""
 
     def failed(self, error: Exception | str) -> KVStoreError:
         """A write failed, or takes too long. Returns what those who wait for it get."""
