@@ -1,5 +1,6 @@
 """The blocking client: the asynchronous one on an event loop of its own, in a thread of its own."""
 
+import contextlib
 import os
 import ssl
 import time
@@ -137,10 +138,9 @@ class Client:
         if os.getpid() != self._process:
             raise self._forked()
         began = time.monotonic()
-        try:
+        with contextlib.suppress(Elsewhere):
             return self._direct.run(work, self._bound_of(timeout), began, opening=answered)
-        except Elsewhere:
-            return self.run(work(), timeout, began) if answered else self._thread.run(work())
+        return self.run(work(), timeout, began) if answered else self._thread.run(work())
 
     def _forked(self) -> BadRequest:
         return BadRequest(f"this client is of process {self._process}, and this is a fork of it: make a client here")

@@ -37,11 +37,11 @@ class Link:
     """Those that it was asked for, and another link brought, or was asked to bring instead."""
     losses: int = 0
     """Connections that were lost or given up."""
-    store: bytes = b""
+    store: bytes = field(default=b"", repr=False)
     """To which store it led when it last worked."""
-    refused_since: float = 0.0
+    refused_since: float = field(default=0.0, repr=False)
     """Since when (monotonic) nobody listens there; 0 if somebody does, or did when it was last tried."""
-    refused_last: float = 0.0
+    refused_last: float = field(default=0.0, repr=False)
     """When that was last seen."""
     rates: dict[int, Rate] = field(default_factory=dict, repr=False)
     """By connection: what is known of its speed."""

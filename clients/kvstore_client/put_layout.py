@@ -46,7 +46,7 @@ class PutLayout:
         if spans is not None and len(spans) != len(parts):
             raise BadRequest(f"{len(spans)} page spans for {len(parts)} parts")
         if not 0 <= first_page < total:
-            raise BadRequest(f"a put of the pages [{first_page}, {total}): there are none")
+            raise BadRequest(f"there is no page to put: it begins at page {first_page}, and the prefix has {total} whole pages")
         for part in parts:
             spec.check_range(part)
         self.spec = spec

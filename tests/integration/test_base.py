@@ -116,3 +116,13 @@ def test_a_session_goes_on_at_its_place_without_a_lease(daemon: DaemonProcess, l
             assert session.pages == 6
         assert fetch_checked(namespace, tokens) == 6
         assert not namespace.match(tokens[16:], lease_s=0).pages, "a turn was stored at the root"
+
+
+def test_a_session_of_which_all_is_there_has_nothing_to_put(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        namespace.put(context(8820), content(context(8820)))
+        session = namespace.session()
+        assert session.extend(context(8820)) == 4
+        with pytest.raises(BadRequest, match="there is no page to put: it begins at page 4, and the prefix has 4 whole pages"):
+            session.put(content(context(8820)))

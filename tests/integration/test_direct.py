@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_client import AsyncClient, Client, Conflict, DeadlineExceeded, NotFound, UnknownNamespace
+from kvstore_client import AsyncClient, BadRequest, Client, Conflict, DeadlineExceeded, NotFound, UnknownNamespace
 from kvstore_client.blocking import Namespace
 from kvstore_client.direct import Line
 from kvstore_workers.daemon_process import DaemonProcess
@@ -212,3 +212,10 @@ async def test_what_is_called_on_a_thread_with_a_loop(daemon: DaemonProcess) -> 
         with Client(daemon.endpoint) as client:
             assert line_of(client) is not None
         await other.ping()
+
+
+def test_an_error_is_told_without_how_it_was_found(client: Client, namespace: Namespace) -> None:
+    """A call that goes to the loop after all is one call to its caller, also in a traceback."""
+    with namespace.match(context(8000)) as match, pytest.raises(BadRequest) as raised:
+        namespace.fetch(match, np.empty(3, np.uint8))
+    assert raised.value.__context__ is None
