@@ -140,7 +140,7 @@ class Config(BaseModel):
         for setting, host in [("host", self.host), *(("listen", host) for host, _ in self.more_addresses())]:
             _check_host(setting, host)
         if not (self.loopback or self.guarded or self.insecure):
-            where = ", ".join((self.host, *self.listen))
+            where = ", ".join(host for host in (self.host, *(host for host, _ in self.more_addresses())) if not _is_loopback(host))
             raise ValueError(
                 f"it listens on {where}, which others can reach, and there are no tokens: give a tokens_file (docs/security.md), "
                 "or say insecure = true to let everybody read and delete everything"

@@ -24,6 +24,7 @@ from kvstore.errors import BadRequest, KVStoreError
 from kvstore.heap import keep_freed_memory
 from kvstore.machine import outgrows, read_disk, read_memory, tight, too_much
 from kvstore.recorder import Recorder
+from kvstore.size_text import size_text
 from kvstore.store import Clock, Store, StoreConfig
 from kvstore.threads import started_pool
 
@@ -96,7 +97,7 @@ def _say_what_was_chosen(chosen: StoreConfig) -> None:
         raise BadRequest(refusal)
     _log.info("kvstore %s, data in %s", __version__, chosen.data_dir)
     for tier, size in (("DRAM", chosen.dram_bytes), ("SSD", chosen.ssd_bytes)):
-        _log.info("%s tier: %.1f MiB", tier, size / (1 << 20))
+        _log.info("%s tier: %s", tier, size_text(size))
     _log.info("policy: %s", chosen.policy)
     warnings = [tight(chosen.dram_bytes, memory)]
     with contextlib.suppress(OSError):  # what can't be used is an error when it is opened

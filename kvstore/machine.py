@@ -4,6 +4,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.size_text import size_text
+
 _UNLIMITED = 1 << 60
 """A limit beyond this is none: version 1 of control groups writes a huge number."""
 WARN_SHARE = 0.8
@@ -77,7 +79,7 @@ def too_much(dram: int, memory: Memory) -> str | None:
     if dram <= memory.limit:
         return None
     whose = "its control group allows" if memory.grouped else "the machine has"
-    return f"dram is {dram} bytes, more than the {memory.limit} that {whose}: give a smaller --dram"
+    return f"dram is {size_text(dram)}, more than the {size_text(memory.limit)} that {whose}: give a smaller --dram"
 
 
 def tight(dram: int, memory: Memory) -> str | None:
@@ -85,7 +87,7 @@ def tight(dram: int, memory: Memory) -> str | None:
     if dram <= WARN_SHARE * memory.available:
         return None
     return (
-        f"the DRAM tier of {dram} bytes is more than {WARN_SHARE:.0%} of the {memory.available} that are available: "
+        f"the DRAM tier of {size_text(dram)} is more than {WARN_SHARE:.0%} of the {size_text(memory.available)} that are available: "
         "puts may get no_space, or the kernel may end a process; give a smaller --dram"
     )
 
@@ -128,6 +130,6 @@ def outgrows(ssd: int, disk: Disk) -> str | None:
     if on_disk(ssd) <= disk.room:
         return None
     return (
-        f"the SSD tier of {ssd} bytes may take {on_disk(ssd)} on disk, where {disk.free} are free and {disk.taken} are taken by the store: "
-        "a full disk stops demotion and durable puts; give a smaller --ssd, or a larger disk"
+        f"the SSD tier of {size_text(ssd)} may take {size_text(on_disk(ssd))} on disk, where {size_text(disk.free)} are free and "
+        f"{size_text(disk.taken)} are the store's: a full disk stops demotion and durable puts; give a smaller --ssd, or a larger disk"
     )

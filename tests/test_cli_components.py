@@ -20,15 +20,16 @@ def test_what_is_left_out_is_as_the_options_say() -> None:
     [
         ("window,layers=2", "window is 0: it must be set"),
         ("state,layers=2,window=5", "it must be set for a window component, and only there"),
-        ("states,layers=2", "component kind 'states' is not full, window or state"),
+        ("states,layers=2", "it begins with its kind, one of full, window, state, not with 'states'"),
         ("state,layers", "'layers' is not KEY=VALUE with one of layers, kv-heads"),
         ("state,heads=3", "'heads=3' is not KEY=VALUE"),
         ("state,layers=two", "layers is 'two', not a whole number"),
         ("state,layers=2,layers=3", "layers is given twice"),
         ("state,layers=2,dtype=f31", "dtype 'f31' is not one of"),
         ("state,layers=0", "layers is 0, not 1 to"),
-        ("state,planes=1", "there is no layers"),
-        ("", "there is no layers"),
+        ("state,planes=1", "it lacks layers"),
+        ("", "it begins with its kind"),
+        ("full:2", "it begins with its kind, one of full, window, state, not with 'full:2'"),
     ],
 )
 def test_what_is_no_component_is_said(text: str, words: str) -> None:
@@ -36,5 +37,5 @@ def test_what_is_no_component_is_said(text: str, words: str) -> None:
         component_of(text, SHAPE)
     assert caught.value.message.startswith(f"--component {text}: ")
     assert words in caught.value.message
-    with pytest.raises(BadRequest, match="there is no layers, kv-heads, head-dim;"):
+    with pytest.raises(BadRequest, match="it lacks layers, kv-heads, head-dim:"):
         component_of("full,planes=1", {})

@@ -30,7 +30,16 @@ def test_raw_numbers_are_not_taken_for_text(tmp_path: Path, ids: list[int]) -> N
     assert parse_tokens(f"@{tmp_path / 't'}").tolist() == ids
 
 
-@pytest.mark.parametrize(("text", "said"), [("1,-2,3 ", "-2"), ("12-3", "12-3"), ("", "there are none"), ("[]\n ", "there are none")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1,-2,3 ", "from 0 to 4294967295, not -2"),
+        ("1,4294967296", "not 4294967296"),
+        ("12-3", "'12-3' is no number"),
+        ("", "there are none"),
+        ("[]\n ", "there are none"),
+    ],
+)
 def test_text_that_is_no_token_ids(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(BadRequest, match=f"can't read tokens from .*{said}"):

@@ -57,6 +57,7 @@ def test_a_tier_that_is_no_size_is_said_once() -> None:
         ("move_share", "half", 'move_share is "half", not a number'),
         ("listen", "127.0.0.1.5:80", "listen: '127.0.0.1.5' is no address, and no name of one"),
         ("listen", "[::1::2]", "listen: '::1::2' is no address, and no name of one"),
+        ("listen", "127.0.0.2,192.0.2.7:80", "it listens on 192.0.2.7, which others can reach"),
         ("host", "http://localhost", "host: 'http://localhost' is no address, and no name of one"),
     ],
 )

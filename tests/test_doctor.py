@@ -48,6 +48,9 @@ BAD: list[tuple[c.Check, dict[str, Any], str, str]] = [
     (c.shmem_huge_pages, {"shmem_huge": "deny"}, "warn", "echo advise"),
     (c.shmem_huge_pages, {"shmem_huge": "never", "kernel": (5, 15)}, "warn", "echo advise"),
     (c.anonymous_huge_pages, {"anonymous_huge": "always"}, "warn", "echo madvise"),
+    (c.data_directory, {"data_dir_is": "no folder"}, "bad", "--data-dir"),
+    (c.data_directory, {"data_dir_is": "closed"}, "bad", "chown"),
+    (c.data_directory, {"data_dir_is": "to be made"}, "ok", ""),
     (c.filesystem, {"filesystem": "nfs4"}, "bad", "--data-dir"),
     (c.filesystem, {"filesystem": "fuse.sshfs"}, "bad", "--data-dir"),
     (c.filesystem, {"filesystem": "overlay"}, "bad", "volume"),
@@ -113,6 +116,14 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert facts.space.free > 0
     assert facts.filesystem != "unknown"
     assert tmp_path.is_relative_to(facts.mount)
+    assert facts.data_dir_is == "to be made"
+
+
+def test_what_stands_in_place_of_the_data_directory_is_seen(tmp_path: Path) -> None:
+    assert read_facts(replace(SETUP, data_dir=tmp_path)).data_dir_is == "there"
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert read_facts(replace(SETUP, data_dir=path)).data_dir_is == "no folder"
 
 
 def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:

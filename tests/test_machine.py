@@ -53,6 +53,7 @@ def test_too_much_is_refused_and_much_is_warned_of() -> None:
     memory = Memory(16 * GIB, 8 * GIB, 0, False)
     assert too_much(16 * GIB, memory) is None
     assert "machine" in (too_much(16 * GIB + 1, memory) or "")
+    assert too_much(10 << 40, memory) == "dram is 10.0 TiB, more than the 16.0 GiB that the machine has: give a smaller --dram"
     assert "control group" in (too_much(16 * GIB + 1, Memory(16 * GIB, 8 * GIB, 0, True)) or "")
     assert tight(6 * GIB, memory) is None
     assert "available" in (tight(7 * GIB, memory) or "")
@@ -61,6 +62,9 @@ def test_too_much_is_refused_and_much_is_warned_of() -> None:
 def test_a_tier_that_its_disk_has_no_room_for_is_warned_of(tmp_path: Path) -> None:
     assert outgrows(100 * GIB, Disk(50 * GIB, 61 * GIB)) is None
     assert "--ssd" in (outgrows(100 * GIB, Disk(50 * GIB, 60 * GIB)) or "")
+    assert (outgrows(1 << 47, Disk(68 * GIB, 0)) or "").startswith(
+        "the SSD tier of 128.0 TiB may take 140.8 TiB on disk, where 68.0 GiB are free"
+    )
     (tmp_path / "d/blobs").mkdir(parents=True)
     (tmp_path / "d/blobs/data.mdb").write_bytes(bytes(1 << 20))
     (tmp_path / "d/blobs.extents").write_bytes(bytes(2 << 20))

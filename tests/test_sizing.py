@@ -148,6 +148,8 @@ def test_the_command() -> None:
     assert [context["tokens"] for context in said["contexts"]] == [32_000, 128_000]
     assert said["contexts"][1]["transfers"][1]["seconds"] == pytest.approx(16_777_216_000 / 1.25e9)
     text = command(*shape, *rates).stdout
+    assert "give --prefill" not in text
+    assert "give --prefill RATE@LENGTH" in command(*shape).stdout
     for words in ("131,072 bytes a token", "16.8 GB", "671 ms", "At 25GB/s loading is faster than computing from 64 tokens on", "SSD"):
         assert words in text
     refused = command("--bytes-per-token", "0", "-n", "1", "-c", "1000")

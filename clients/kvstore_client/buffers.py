@@ -19,6 +19,7 @@ from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.same_host import Buffer, Buffered
 from kvstore.machine import read_memory
 from kvstore.memfds import make_huge, map_memfd
+from kvstore.size_text import size_text
 from kvstore_client.arguments import wrong
 from kvstore_client.connection import Connection
 
@@ -136,7 +137,7 @@ def _check_room(nbytes: int) -> None:
         return
     if nbytes > memory.available:
         whose = "its control group leaves" if memory.grouped else "are available on this machine"
-        raise NoSpace(f"there is no memory for a buffer of {nbytes} bytes: {memory.available} {whose}")
+        raise NoSpace(f"there is no memory for a buffer of {size_text(nbytes)}: {size_text(memory.available)} {whose}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class Buffers:
         except (OSError, OverflowError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NoSpace(f"there is no file descriptor for a buffer: {error}; raise `ulimit -n`, or drop some") from None
-            raise NoSpace(f"there is no memory for a buffer of {nbytes} bytes: {error}") from None
+            raise NoSpace(f"there is no memory for a buffer of {size_text(nbytes)}: {error}") from None
         number = buffer.lendable.number
         self._mine[number] = buffer.lendable
         self._handles[number] = buffer

@@ -25,11 +25,11 @@ from kvstore.cli.common import (
     http_open,
     http_problem,
     print_json,
-    size_text,
     unreachable,
 )
 from kvstore.cli.progress import Tell, progress
 from kvstore.errors import BadRequest, DataDirError, KVStoreError, error_from_code
+from kvstore.size_text import size_text
 from kvstore.sizes import parse_size
 
 _LONGEST_STEP_S = 60.0

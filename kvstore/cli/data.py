@@ -24,13 +24,13 @@ from kvstore.cli.common import (
     moving_s,
     print_json,
     seconds_text,
-    size_text,
     table_console,
 )  # fmt: skip
 from kvstore.cli.labels import DigestsOption, MaybeTokensOption, labels_of
-from kvstore.cli.lacks import gap_text, lacks_of, nothing_text, short_text
+from kvstore.cli.lacks import gap_text, lacks_of, no_whole_page_text, nothing_text, short_text
 from kvstore.cli.whole_pages import all_parts, check_size, fetch, read_pages
 from kvstore.errors import BadRequest, NotFound
+from kvstore.size_text import size_text
 from kvstore_client.estimate import Costs, Estimate
 
 
@@ -162,7 +162,7 @@ def match(
     else:
         gap = gap_text(space.spec, found, asked)
         typer.echo(f"{matched} of {asked} tokens: {counted(pages, 'page')}, {in_dram} in DRAM and {pages - in_dram} only on SSD{gap}")
-        if short := short_text(space.spec, found):
+        if short := short_text(space.spec, found) or no_whole_page_text(space.spec, asked):
             typer.echo(short)
         if found.estimate is not None:
             _show(found.estimate, matched)

@@ -22,6 +22,7 @@ _TEXT = b"0123456789+-,[] \t\r\n"
 _HEX = b"0123456789abcdefABCDEF,[]\"' \t\r\n"
 """What lists of digests are written with. Of 16 random bytes all would be among these once in 10^14 times."""
 _SHOWN = 60
+_LARGEST_ID = (1 << 32) - 1
 LONGEST = 64 << 20
 """Bytes that are read of what names pages, so that no input, which may never end, takes all memory."""
 
@@ -124,7 +125,7 @@ def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
                 loaded = load_npy(path, _bounded)
                 if loaded.ndim != 1 or loaded.dtype.kind not in "iu":
                     raise ValueError(f"a {loaded.ndim}-d array of {loaded.dtype}, not a 1-d array of integers")
-                return np.array(loaded.tolist(), np.uint32)
+                return _ids(loaded.tolist()) if loaded.size else np.empty(0, np.uint32)
             with path.open("rb") as file:
                 raw = _bounded(file)
             if path.suffix == ".txt" or not raw.translate(None, _TEXT):
@@ -133,7 +134,7 @@ def parse_tokens(text: str) -> "npt.NDArray[np.uint32]":
                 raise ValueError(f"{len(raw)} bytes are not a whole number of uint32")
             return np.frombuffer(raw, "<u4").astype(np.uint32)
         return _numbers(text)
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         raise BadRequest(f"can't read tokens from {text[:_SHOWN]!r}: {error}") from error
 
 
@@ -164,9 +165,23 @@ def load_npy(path: Path, read: Callable[[BinaryIO], bytes] | None = None) -> "np
 
 def _numbers(text: str) -> "npt.NDArray[np.uint32]":
     """Token ids between commas, brackets or white space."""
-    import numpy as np
-
     parts = text.translate(str.maketrans(",[]", "   ")).split()
     if not parts:
         raise ValueError("there are none")
-    return np.array([int(part) for part in parts], np.uint32)
+    return _ids([_number(part) for part in parts])
+
+
+def _number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError(f"{word[:_SHOWN]!r} is no number") from None
+
+
+def _ids(numbers: list[int]) -> "npt.NDArray[np.uint32]":
+    """Token ids. Raises ValueError for a number that is none."""
+    import numpy as np
+
+    if (lowest := min(numbers)) < 0 or max(numbers) > _LARGEST_ID:
+        raise ValueError(f"a token id is from 0 to {_LARGEST_ID}, not {lowest if lowest < 0 else max(numbers)}")
+    return np.array(numbers, np.uint32)

@@ -10,6 +10,11 @@ if TYPE_CHECKING:  # `kvstore why` starts quicker without the SDK
     from kvstore_client.blocking_match import Match
 
 
+def no_whole_page_text(spec: KVSpec, asked_tokens: int) -> str:
+    """What is said of a prompt that fills no page; nothing of a longer one."""
+    return f"{counted(asked_tokens, 'token')} fill no page: one has {spec.page_tokens}" if asked_tokens < spec.page_tokens else ""
+
+
 def lacks_of(spec: KVSpec, match: "Match") -> list[dict[str, Any]]:
     """Which components are missing, as JSON has it."""
     return [{**asdict(lack), "kind": spec.components[lack.component].kind} for lack in match.lacks]

@@ -16,9 +16,9 @@ from kvstore.cli.common import (
     counted,
     http_json,
     print_json,
-    size_text,
     table_console,
 )  # fmt: skip
+from kvstore.size_text import size_text
 
 
 def leases(

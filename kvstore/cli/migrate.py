@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstore.cli.child import go_on_in_a_child
-from kvstore.cli.common import JsonOption, counted, print_json, size_text
+from kvstore.cli.common import JsonOption, counted, print_json
 from kvstore.cli.progress import progress
 from kvstore.errors import DataDirError
+from kvstore.size_text import size_text
 
 if TYPE_CHECKING:
     from kvstore.store.migrating.report import MigrationReport

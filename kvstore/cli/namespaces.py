@@ -19,12 +19,12 @@ from kvstore.cli.common import (
     http_json,
     of_several_tenants,
     print_json,
-    size_text,
     table_console,
 )  # fmt: skip
 from kvstore.cli.components import HELP, component_of
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES, Component, KVSpec
+from kvstore.size_text import size_text
 
 app = typer.Typer(help="Create, list, show and drop namespaces.", no_args_is_help=True, add_completion=False)
 

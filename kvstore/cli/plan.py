@@ -6,10 +6,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvstore.cli.common import JsonOption, print_json, seconds_text, size_text, table_console
+from kvstore.cli.common import JsonOption, print_json, seconds_text, table_console
 from kvstore.errors import BadRequest
 from kvstore.kvspec import DTYPE_BYTES
 from kvstore.prefill import Prefill
+from kvstore.size_text import size_text
 from kvstore.sizing import Demand, Link, Model, Plan, parse_count, parse_prefill, parse_rate
 from kvstore.sizing import plan as make_plan
 
@@ -88,6 +89,8 @@ def _print(made: Plan, demand: Demand) -> None:
             "?" if context.break_even_bytes_s is None else f"{context.break_even_bytes_s / 1e9:.3g} GB/s",
         )  # fmt: skip
     console.print(table)
+    if made.contexts[0].recompute_s is None:
+        console.print("What computing takes is not known: give --prefill RATE@LENGTH, as measured, to see when loading is faster.")
     for link in made.links if made.contexts[0].recompute_s is not None else ():
         pays = "never" if link.break_even_tokens is None else f"from {link.break_even_tokens:,} tokens on"
         console.print(f"At {link.link} loading is faster than computing {pays}.")

@@ -123,7 +123,11 @@ def abandon(
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         pages = space.abandon_session(session) if given is None else space.abandon(given.of(space.spec), from_token=from_token)
-    _print_affected(pages, "abandoned", as_json)
+    if session:
+        nothing = "no use by this session is known since the daemon's start, or others use all of it"
+    else:
+        nothing = f"nothing of it is there{' from that token on' if from_token else ''}, or contexts that are there go on from it"
+    _print_affected(pages, "abandoned", nothing, as_json)
 
 
 @misses
@@ -141,13 +145,14 @@ def delete(
     with connect(endpoint, timeout) as client:
         space = client.namespace(namespace)
         pages = space.delete(given.of(space.spec), from_token=from_token)
-    _print_affected(pages, "deleted", as_json)
+    _print_affected(pages, "deleted", f"nothing of it is there{' from that token on' if from_token else ''}", as_json)
 
 
-def _print_affected(pages: int, what: str, as_json: bool) -> None:
+def _print_affected(pages: int, what: str, nothing: str, as_json: bool) -> None:
+    """How many pages it was done to, or with exit code 1 why to none."""
     if as_json:
         print_json({f"{what}_pages": pages})
     else:
-        typer.echo(f"{counted(pages, 'page')} {what}")
+        typer.echo(f"{counted(pages, 'page')} {what}{'' if pages else f': {nothing}'}")
     if not pages:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kvstore.cli.common import size_text
+from kvstore.size_text import size_text
 
 Tell = Callable[[str, int, int], None]
 """Of what, bytes done, of so many."""

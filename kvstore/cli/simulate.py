@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvstore.cli.common import counted, print_json, size_text, table_console
+from kvstore.cli.common import counted, print_json, table_console
 from kvstore.errors import BadRequest
 from kvstore.lab.compare import SWEEP_PERCENT, Comparison, size_for
 from kvstore.lab.compare import Progress as Told
@@ -21,6 +21,7 @@ from kvstore.lab.cost import PrefillCost
 from kvstore.lab.measure import Row
 from kvstore.lab.picture import can_draw, draw
 from kvstore.lab.readers import FORMATS, ReadOptions, read_trace
+from kvstore.size_text import size_text
 from kvstore.sizes import parse_size
 from kvstore.tiers.policies.make import BASELINES, NAMES, SSD_LOSS, make_policies
 

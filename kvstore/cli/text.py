@@ -18,10 +18,10 @@ from kvstore.cli.common import (
     counted,
     misses,
     print_json,
-    size_text,
 )  # fmt: skip
 from kvstore.cli.labels import MaybeTokensOption, TokensOption, parse_tokens
 from kvstore.errors import BadRequest
+from kvstore.size_text import size_text
 
 if TYPE_CHECKING:
     from kvstore_client.text import RebuildState
@@ -112,14 +112,25 @@ def rebuild(
             if state.pages >= state.wanted_pages or left <= _TELL_S:
                 break
             if not as_json:
-                jobs = f"{counted(state.claimed_jobs, 'job')} claimed, {state.waiting_jobs} waiting"
-                typer.echo(f"{state.pages} of {counted(state.wanted_pages, 'page')}; {jobs}", err=True)
+                typer.echo(f"{state.pages} of {counted(state.wanted_pages, 'page')}; {_jobs(state)}", err=True)
     if as_json:
         print_json(asdict(state))
     else:
-        typer.echo(f"{state.pages} of {counted(state.wanted_pages, 'page')} there")
+        typer.echo(f"{state.pages} of {counted(state.wanted_pages, 'page')} there{_why_not(state)}")
     if state.pages < state.wanted_pages:
         raise typer.Exit(1)
+
+
+def _jobs(state: "RebuildState") -> str:
+    return f"{counted(state.claimed_jobs, 'job')} claimed, {state.waiting_jobs} waiting"
+
+
+def _why_not(state: "RebuildState") -> str:
+    """What a rebuild that is not done waits for."""
+    if state.pages >= state.wanted_pages:
+        return ""
+    nobody = "; does a rebuild worker of this namespace run (docs/rebuild.md)?" if state.waiting_jobs and not state.claimed_jobs else ""
+    return f" in time: {_jobs(state)}{nobody}"
 
 
 def _print_check(state: "RebuildState", as_json: bool) -> None:

@@ -22,9 +22,9 @@ from kvstore.cli.common import (
     http_json,
     of_several_tenants,
     print_json,
-    size_text,
     table_console,
 )  # fmt: skip
+from kvstore.size_text import size_text
 
 _FIRST_S = 1.0
 _RATES = (
@@ -107,7 +107,7 @@ def shown(stat: dict[str, Any], last: dict[str, Any] | None, seconds: float) -> 
 
 
 def _tiers(stat: dict[str, Any]) -> Table:
-    table = Table("tier", "used", "capacity", "")
+    table = Table("tier", "used", "capacity", "share")
     for name, usage in stat["tiers"].items():
         bar = ProgressBar(total=usage["capacity"], completed=usage["used"], width=30)
         table.add_row(name, size_text(usage["used"]), size_text(usage["capacity"]), bar)
@@ -128,7 +128,7 @@ def _rates(stat: dict[str, Any], per_s: dict[str, float]) -> Table:
 
 def _requests(stat: dict[str, Any], last: dict[str, Any] | None) -> Table | str:
     """Requests since the last look, or since the start, and what they took: estimates, as they are read off buckets that double."""
-    table = Table("requests", "", "p50 (about)", "p99 (about)")
+    table = Table("requests", "count", "p50 (about)", "p99 (about)")
     for kind, times in stat["requests"].items():
         counts = times["buckets"]
         if last is not None and kind in last["requests"]:
@@ -158,7 +158,7 @@ def _namespaces(stat: dict[str, Any]) -> Table:
 
 
 def _totals(stat: dict[str, Any]) -> Table:
-    table = Table("since start", "")
+    table = Table("since start", "count")
     for name, value in stat["totals"].items():
         if value:
             table.add_row(name.replace("_", " "), size_text(value) if name.endswith("bytes") else f"{value:,}")

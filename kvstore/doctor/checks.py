@@ -6,6 +6,7 @@ from kvstore.api.same_host import MAX_LENT_BUFFERS
 from kvstore.doctor.facts import Facts
 from kvstore.doctor.findings import Finding, Verdict
 from kvstore.machine import on_disk, tight, too_much
+from kvstore.size_text import size_text
 from kvstore.store.datadir import FORMAT, migrate_command
 
 Check = Callable[[Facts], Finding | None]
@@ -32,10 +33,6 @@ _MAPS_OF_NAMESPACE = 4
 _SPARE_DESCRIPTORS = 256
 _SPARE_MAPS = 1000
 _MIB, _GIB = 1 << 20, 1 << 30
-
-
-def _size(count: float) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
 
 
 def _judge(value: float, warn_below: float, bad_below: float) -> Verdict:
@@ -66,7 +63,7 @@ def locked_memory(facts: Facts) -> Finding:
     have, dram = facts.locked_memory, facts.setup.dram
     enough = have is None or have >= dram
     return Finding(
-        "locked memory", "ok" if enough else "warn", "no limit" if have is None else _size(have),
+        "locked memory", "ok" if enough else "warn", "no limit" if have is None else size_text(have),
         "kvstore locks no memory, but workers that register shared segments with a device or a network card (RDMA, pinned host memory) "
         "need a limit as large as the DRAM tier",
         "" if enough else "for such workers: LimitMEMLOCK=infinity in their unit, or: ulimit -l unlimited",
@@ -77,7 +74,7 @@ def address_space(facts: Facts) -> Finding:
     """Columns reserve far more than they use."""
     have = facts.address_space
     return Finding(
-        "address space", "ok" if have is None else "bad", "no limit" if have is None else _size(have),
+        "address space", "ok" if have is None else "bad", "no limit" if have is None else size_text(have),
         "columns reserve address space for max_pages at once and LMDB maps whole files: a limit makes that fail",
         "" if have is None else "ulimit -Hv unlimited (LimitAS=infinity in the unit)",
     )  # fmt: skip
@@ -87,8 +84,8 @@ def core_dumps(facts: Facts) -> Finding:
     """A core has everybody's prompts in it."""
     off = facts.core_size == 0
     return Finding(
-        "core dumps", "ok" if off else "warn", "off" if off else "no limit" if facts.core_size is None else _size(facts.core_size),
-        f"a core of the daemon would hold the DRAM tier ({_size(facts.setup.dram)}): the state of everybody's conversations, on disk",
+        "core dumps", "ok" if off else "warn", "off" if off else "no limit" if facts.core_size is None else size_text(facts.core_size),
+        f"a core of the daemon would hold the DRAM tier ({size_text(facts.setup.dram)}): the state of everybody's conversations, on disk",
         "" if off else "LimitCORE=0 in the unit, or: ulimit -Hc 0",
     )  # fmt: skip
 
@@ -129,7 +126,7 @@ def memory(facts: Facts) -> Finding:
     whose = "the control group's limit" if have.grouped else "the machine's"
     return Finding(
         "memory", "bad" if refused else "warn" if warned else "ok",
-        f"DRAM tier {_size(dram)}; {_size(have.available)} of {_size(have.limit)} available ({whose})",
+        f"DRAM tier {size_text(dram)}; {size_text(have.available)} of {size_text(have.limit)} available ({whose})",
         "memory is taken as segments are filled: what is not there then becomes no_space, or the kernel ends a process",
         "a smaller --dram, or a higher limit (MemoryMax= in the unit, the container's memory limit)" if refused or warned else "",
     )  # fmt: skip
@@ -139,7 +136,7 @@ def swap(facts: Facts) -> Finding:
     """A swapped tier is a slow disk."""
     has = facts.memory.swap > 0
     return Finding(
-        "swap", "warn" if has else "ok", _size(facts.memory.swap) if has else "none",
+        "swap", "warn" if has else "ok", size_text(facts.memory.swap) if has else "none",
         "swapped pages of the DRAM tier come back at disk speed in the middle of a fetch, and are written to disk unencrypted",
         "MemorySwapMax=0 in the unit, or: swapoff -a; at least: sysctl -w vm.swappiness=1" if has else "",
     )  # fmt: skip
@@ -173,6 +170,16 @@ def anonymous_huge_pages(facts: Facts) -> Finding | None:
 # --- disk ------------------------------------------------------------------------------------------------------------------
 
 
+def data_directory(facts: Facts) -> Finding:
+    """The daemon keeps all that lasts in one folder, and makes it."""
+    path, state = facts.setup.data_dir, facts.data_dir_is
+    mends = {"no folder": "another --data-dir: there is a file in its way", "closed": "another --data-dir, or: chown to the daemon's user"}
+    return Finding(
+        "data directory", "bad" if state in mends else "ok", str(path) if state == "there" else f"{path}, {state}",
+        "journal, blobs and recipes lie there: it is a folder that the user of the daemon may write to", mends.get(state, ""),
+    )  # fmt: skip
+
+
 def filesystem(facts: Facts) -> Finding:
     """LMDB wants a local disk."""
     kind = facts.filesystem
@@ -200,7 +207,7 @@ def disk_space(facts: Facts) -> Finding:
     verdict: Verdict = "ok" if disk.room >= on_disk(ssd) else "warn" if disk.room >= ssd else "bad"
     return Finding(
         "disk space", verdict,
-        f"SSD tier {_size(ssd)}; {_size(disk.free)} free, {_size(disk.taken)} taken by the store",
+        f"SSD tier {size_text(ssd)}; {size_text(disk.free)} free, {size_text(disk.taken)} taken by the store",
         "the file may be a tenth and 256 MiB larger than the tier, with index and journal; a full disk stops demotion and durable puts",
         "" if verdict == "ok" else "a smaller --ssd, or a larger disk",
     )  # fmt: skip
@@ -226,7 +233,7 @@ def disk_writes(facts: Facts) -> Finding | None:
         return None
     verdict = _judge(facts.disk.write, 200 * _MIB, 50 * _MIB)
     return Finding(
-        "disk writes", verdict, f"{_size(facts.disk.write)}/s with the sync, over {_size(facts.disk.file_bytes)}",
+        "disk writes", verdict, f"{size_text(facts.disk.write)}/s with the sync, over {size_text(facts.disk.file_bytes)}",
         "demotion and durable puts go at most this fast; beyond it, puts wait and get busy",
         "" if verdict == "ok" else "a faster disk (local NVMe); on a cloud volume, more throughput; see that nothing else writes to it",
     )  # fmt: skip
@@ -251,7 +258,7 @@ def disk_reads(facts: Facts) -> Finding | None:
     verdict = _judge(facts.disk.read, 300 * _MIB, 50 * _MIB)
     how = "around the page cache" if facts.disk.direct else "NOT around the page cache, which this file system does not offer: may flatter"
     return Finding(
-        "disk reads", verdict, f"{_size(facts.disk.read)}/s at random, 64 KiB each, {how}",
+        "disk reads", verdict, f"{size_text(facts.disk.read)}/s at random, 64 KiB each, {how}",
         "what is not in DRAM is fetched at most this fast, and competes with computing it again",
         "" if verdict == "ok" else "a faster disk (local NVMe), or a larger --dram",
     )  # fmt: skip
@@ -266,7 +273,7 @@ def loopback(facts: Facts) -> Finding | None:
         return None
     verdict = _judge(facts.loopback, _GIB, 256 * _MIB)
     return Finding(
-        "loopback", verdict, f"{_size(facts.loopback)}/s over one connection",
+        "loopback", verdict, f"{size_text(facts.loopback)}/s over one connection",
         "no worker on this machine fetches faster than this over TCP",
         "" if verdict == "ok" else "see that the CPUs are idle and not throttled, and that no firewall rule or proxy handles loopback",
     )  # fmt: skip
@@ -323,5 +330,5 @@ def python(facts: Facts) -> Finding:
 
 CHECKS: tuple[Check, ...] = (
     descriptors, maps, address_space, overcommit, locked_memory, core_dumps, memory, swap, shmem_huge_pages, anonymous_huge_pages,
-    filesystem, disk_space, store_format, disk_writes, disk_sync, disk_reads, loopback, cpus, load, clock, kernel, python,
+    data_directory, filesystem, disk_space, store_format, disk_writes, disk_sync, disk_reads, loopback, cpus, load, clock, kernel, python,
 )  # fmt: skip

@@ -61,6 +61,8 @@ class Facts:
     """Bytes a second."""
     store_format: int | None = None
     """Of the data directory."""
+    data_dir_is: str = "there"
+    """The data directory: `there`, `to be made`, `no folder` (it, or one above it, is a file), or `closed` to this user."""
 
 
 def read_facts(setup: Setup) -> Facts:
@@ -91,8 +93,17 @@ def read_facts(setup: Setup) -> Facts:
         kernel=(int(release[0]), int(release[1])),
         python=platform.python_version(),
         store_format=_format(setup.data_dir),
+        data_dir_is=_data_dir_is(setup.data_dir, there),
         debug=sys.flags.dev_mode or bool(os.environ.get("PYTHONASYNCIODEBUG")) or hasattr(sys, "gettotalrefcount"),
     )
+
+
+def _data_dir_is(data_dir: Path, there: Path) -> str:
+    if not there.is_dir():
+        return "no folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return "closed"
+    return "there" if there == data_dir.absolute() else "to be made"
 
 
 def _format(data_dir: Path) -> int | None:

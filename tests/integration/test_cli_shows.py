@@ -10,7 +10,7 @@ from kvstore.cli.common import table_console
 from kvstore_client import Client, Component, KVSpec, fingerprint_revision
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import SPEC, content, context, open_namespace
-from tests.integration.secured import ADMIN, ALICE, BOB, write_tokens
+from tests.integration.secured import ADMIN, ALICE, BOB, TOKENS, write_tokens
 from tests.integration.test_check import check
 from tests.integration.test_cli import as_json, kvstore
 
@@ -124,3 +124,33 @@ def test_a_hybrid_namespace_is_the_one_that_the_sdk_makes(daemon: DaemonProcess)
             as_json(kvstore(daemon, "ns", "create", "hybrid", *shape, "--component", "full,layers=8", *others, "--json"))["id"]
             == namespace.id
         )
+
+
+def test_why_it_was_done_to_no_page_is_said(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        open_namespace(client).put(context(8810), content(context(8810)))
+    ids = ",".join(map(str, context(8810).tolist()))
+    front = ",".join(map(str, context(8810)[:4].tolist()))
+    for command, why in (
+        (("abandon", "pages", "-t", front), "contexts that are there go on from it"),
+        (("abandon", "pages", "--session", "unheard-of"), "no use by this session is known"),
+        (("delete", "pages", "-t", "9,9,9,9"), "nothing of it is there"),
+        (("delete", "pages", "-t", front, "--from-token", "4"), "nothing of it is there from that token on"),
+    ):
+        done = kvstore(daemon, *command)
+        assert (done.returncode, done.stdout.startswith("0 pages "), why in done.stdout) == (1, True, True), done.stdout
+    assert kvstore(daemon, "delete", "pages", "-t", ids).stdout == "4 pages deleted\n"
+
+
+def test_a_prompt_that_fills_no_page_is_told_of(daemon: DaemonProcess) -> None:
+    with Client(daemon.endpoint) as client:
+        open_namespace(client)
+    assert "3 tokens fill no page: one has 4" in kvstore(daemon, "match", "pages", "-t", "1,2,3").stdout
+    assert "fill no page" not in kvstore(daemon, "match", "pages", "-t", "1,2,3,4").stdout
+
+
+def test_a_tenant_is_shown_no_more_room_than_there_is(data_dir: Path) -> None:
+    tokens = write_tokens(data_dir.parent / "tokens.toml", f'{TOKENS}\n[tenants.alice]\ndram = "64GiB"\nssd = "8MiB"\n')
+    with DaemonProcess(data_dir, "--dram", "16MiB", "--ssd", "64MiB", "--tokens-file", str(tokens)) as daemon:
+        tiers = as_json(kvstore(daemon, "--token", ALICE, "status", "--json"))["tiers"]
+        assert (tiers["dram"]["capacity"], tiers["ssd"]["capacity"]) == (16 << 20, 8 << 20)
