@@ -6,59 +6,17 @@ import os
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from kvstore.api.wire import BadRequest, ConnectionLost
 from kvstore_client.direct import apart
+from kvstore_client.job import Job
 
 T = TypeVar("T")
 
 _LOOP_DESCRIPTORS = 3
 _END_S = 5.0
 """How long a close waits for what others had under way: it was cancelled, and ends at once unless a thread holds it up."""
-
-
-class _Job(Generic[T]):
-    """A coroutine that runs in a loop, for another thread that may be interrupted anywhere in between.
-
-    A future of `concurrent.futures` has a lock for both: an interrupt just as it is taken leaves it to nobody, and the loop waits for it
-    for ever. Here the loop waits for nothing: it lets go of a lock, which only who waits takes.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> None:
-        self._loop = loop
-        self._work = work
-        self._over = threading.Lock()
-        self._over.acquire()
-        self._task: asyncio.Task[T] | None = None
-        self._given_up = False
-        loop.call_soon_threadsafe(self._start)
-
-    def _start(self) -> None:
-        self._task = self._loop.create_task(self._work)
-        self._task.add_done_callback(self._ended)
-        if self._given_up:
-            self._task.cancel()
-
-    def _ended(self, task: "asyncio.Task[T]") -> None:
-        if not task.cancelled():
-            task.exception()  # seen, also if nobody waits any more
-        self._over.release()
-
-    def result(self) -> T:
-        """What came of it. Once, and blocking."""
-        self._over.acquire()
-        assert self._task is not None
-        return self._task.result()
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more."""
-        self._given_up = True
-        self._loop.call_soon_threadsafe(self._stop)
-
-    def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
 
 
 class LoopThread:
@@ -94,8 +52,8 @@ class LoopThread:
             future.cancel()
             raise
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> _Job[T]:
-        return apart(lambda: _Job(self._loop, work))
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Job[T]:
+        return apart(lambda: Job(self._loop, work))
 
     @property
     def stopped(self) -> bool:

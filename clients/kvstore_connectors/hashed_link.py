@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -100,11 +99,15 @@ class StoreLink(LinkLoop):
         return self._away
 
     def wait(self, work: Coroutine[Any, Any, T], otherwise: T) -> T:
-        """Run a coroutine that bounds itself, and wait for it; `otherwise` if `close` comes first."""
+        """Run a coroutine that bounds itself, and wait for it; `otherwise` if `close` comes first. An interrupt cancels it."""
+        job = self.submit(work)
         try:
-            return self.submit(work).result()
-        except CancelledError:
+            return job.result()
+        except asyncio.CancelledError:
             return otherwise
+        except BaseException:
+            job.cancel()
+            raise
 
     async def attempt(self, work: Callable[[], Awaitable[T]], otherwise: T, timeout: float) -> T:
         """What `work` brings; `otherwise` if the store is away, does not answer in time or says no. On the loop."""

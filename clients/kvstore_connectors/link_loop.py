@@ -4,11 +4,13 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvstore_client import KVStoreError
+from kvstore_client.job import Bell, Gone, Job
 from kvstore_client.match import Match
+from kvstore_client.turn import Taken, Turn
 
 T = TypeVar("T")
 
@@ -21,17 +23,26 @@ class LinkLoop:
     """What is submitted is owned: it ends by itself, or when this is closed. `release_s`: how long the end of a lease is waited for."""
 
     def __init__(self, name: str, release_s: float) -> None:
+        self._entering = threading.Lock()
+        self._closing = Turn()
         self._closed = False
         self._release_s = release_s
         self._running: set[asyncio.Task[Any]] = set()
+        self._over = False
+        self._ended = Bell()
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=f"kvstore-{name}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._serve, name=f"kvstore-{name}", daemon=True).start()
+
+    def _serve(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
+        self._over = True
+        self._ended.ring()
 
     @property
     def alive(self) -> bool:
-        """Whether the loop runs."""
-        return self._thread.is_alive()
+        """Whether the loop runs. A thread's own `is_alive` takes it for dead ever after if it is interrupted there (Python 3.11)."""
+        return not self._over
 
     def made(self, what: Callable[[], T]) -> T:
         """What a function makes that is to be called on the loop. If it raises, the loop is closed."""
@@ -40,19 +51,15 @@ class LinkLoop:
             return what()
 
         try:
-            return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
+            return Job(self.loop, make()).result()
         except BaseException:
             self._stop()
             raise
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run a coroutine on the loop. The future of one that is not to run any more is cancelled."""
-        if self._closed:
-            work.close()
-            gone: Future[T] = Future()
-            gone.cancel()
-            return gone
-        return asyncio.run_coroutine_threadsafe(self._owned(work), self.loop)
+    def submit(self, work: Coroutine[Any, Any, T]) -> Job[T]:
+        """Run a coroutine on the loop. One that is not to run any more is cancelled."""
+        with self._entering:  # nothing is begun that nobody would end
+            return Gone(work) if self._closed else Job(self.loop, self._owned(work))
 
     async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
@@ -91,11 +98,15 @@ class LinkLoop:
 
     def end(self, last: Callable[[], Awaitable[None]], seconds: float) -> None:
         """End what is under way, then run `last`, for so many seconds at most, and stop. Raises nothing; harmless if done before."""
-        if self._closed:
-            return
-        self._closed = True
+        with suppress(Taken):  # another thread does it, and takes its time
+            self._closing.alone(lambda: self._end_now(last, seconds), seconds + _JOIN_S)
+
+    def _end_now(self, last: Callable[[], Awaitable[None]], seconds: float) -> None:
+        with self._entering:
+            self._closed = True
         try:
-            asyncio.run_coroutine_threadsafe(self._end(last), self.loop).result(timeout=seconds)
+            if self.alive:
+                Job(self.loop, self._end(last)).result(seconds)
         except TimeoutError:
             log.warning("kvstore: the connections did not close within %g s", seconds)
         except Exception:
@@ -111,7 +122,7 @@ class LinkLoop:
         await last()
 
     def _stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=_JOIN_S)
-        if not self._thread.is_alive():
-            self.loop.close()
+        with suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        if self.alive:
+            self._ended.wait(_JOIN_S)

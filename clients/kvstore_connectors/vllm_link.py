@@ -99,11 +99,11 @@ class StoreLink(LinkLoop):
     def close(self, last: Coroutine[Any, Any, object] | None = None, wait_s: float = _CLOSE_S) -> None:
         """Run `last` for `wait_s` at most, then close the connections and end the thread. Raises nothing."""
         if last is not None:
-            future = self.submit(last)
+            job = self.submit(last)
             try:
-                future.result(wait_s)
-            except Exception:  # noqa: BLE001 - the engine is ending: there is nobody to tell
-                future.cancel()
+                job.result(wait_s)
+            except (Exception, asyncio.CancelledError):  # noqa: BLE001 - the engine is ending: there is nobody to tell
+                job.cancel()
         self.end(self.client.close, _CLOSE_S)
 
     async def warm(self) -> None:

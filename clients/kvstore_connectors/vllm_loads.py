@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore_client import KVStoreError, Match, Namespace, NotFound, PartRange
+from kvstore_client.job import Bell
 from kvstore_connectors.vllm_layout import Bytes, GroupLayout, LayerBlocks, Layout
 from kvstore_connectors.vllm_link import StoreLink, Unavailable
 from kvstore_connectors.vllm_metadata import Load
@@ -61,7 +61,7 @@ class Loader:
         self._parts = parts
         self._layers = layers
         self._order = {name: index for index, name in enumerate(layout.groups[0].layers)}
-        self._changed = threading.Condition()
+        self._changed = Bell()
         self._states: list[LoadState] = []
         self._pool: asyncio.Queue[Bytes] = asyncio.Queue()
         self._made = 0
@@ -75,23 +75,24 @@ class Loader:
     def start(self, load: Load) -> None:
         """Begin a load."""
         state = LoadState(load, load.first)
-        with self._changed:
+        try:
             self._states.append(state)
-        self._link.submit(self._run(state))
+            self._link.submit(self._run(state))
+        except BaseException:  # interrupted: nobody may wait for it
+            state.over, state.reason = True, "it was interrupted"
+            raise
 
     def wait_layer(self, name: str) -> None:
         """Wait until the layer is loaded for all requests whose forward pass is under way."""
         index = self._order.get(name)
-        with self._changed:
-            for state in [s for s in self._states if s.load.layerwise]:
-                while not state.over and (index is None or state.layers <= index):
-                    self._wait(_LOOK_S)
+        for state in [s for s in self._states if s.load.layerwise]:
+            while not state.over and (index is None or state.layers <= index):
+                self._wait(_LOOK_S)
 
     def wait_layerwise(self) -> None:
         """Wait until all loads of this step's own requests are over."""
-        with self._changed:
-            while any(s.load.layerwise and not s.over for s in self._states):
-                self._wait(_LOOK_S)
+        while any(s.load.layerwise and not s.over for s in self._states):
+            self._wait(_LOOK_S)
 
     def _wait(self, seconds: float) -> None:
         """Wait for a change, that long at most. Loads are bounded by themselves; without the link's loop they will not go on."""
@@ -102,16 +103,18 @@ class Loader:
 
     def any_short(self) -> bool:
         """Whether a load of this step's own requests ended without all of its pages."""
-        with self._changed:
-            return any(s.load.layerwise and not s.whole for s in self._states)
+        return any(s.load.layerwise and not s.whole for s in self._states)
 
     def take_finished(self, wait_s: float) -> Finished:
         """What has ended since it was last asked; with `wait_s`, wait that long for something if a load is under way."""
-        with self._changed:
-            if self._states and not any(s.over for s in self._states):
-                self._wait(wait_s)
-            over = [s for s in self._states if s.over]
-            self._states = [s for s in self._states if not s.over]
+        until = time.monotonic() + wait_s
+        while self._states and not any(s.over for s in self._states) and (left := until - time.monotonic()) > 0:
+            self._wait(left)
+        over: list[LoadState] = []
+        under_way: list[LoadState] = []
+        for state in self._states:
+            (over if state.over else under_way).append(state)
+        self._states = under_way
         finished = Finished()
         for state in over:
             load = state.load
@@ -151,9 +154,8 @@ class Loader:
             state.reason = repr(error)
             log.exception("kvstore: a load failed")
         finally:
-            with self._changed:
-                state.over = True
-                self._changed.notify_all()
+            state.over = True
+            self._changed.ring()
 
     async def _load(self, namespace: Namespace, state: LoadState) -> None:
         load, s = state.load, self._link.settings
@@ -241,9 +243,8 @@ class Loader:
         for index, name in enumerate(names):
             self._layers[name].scatter(ids, data[:, index])
         if ready:
-            with self._changed:
-                state.layers = ready
-                self._changed.notify_all()
+            state.layers = ready
+            self._changed.ring()
 
     async def _prepare(self) -> None:
         """Have buffers before the first load: the system's zeroing of new memory takes as long as a copy."""

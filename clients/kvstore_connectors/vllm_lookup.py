@@ -1,9 +1,8 @@
 """Look-ups of the scheduler: what of a prompt can be loaded, asked without holding the engine up, and leased until it is loaded."""
 
+import asyncio
 import logging
 import time
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +41,7 @@ class Lookup:
         self._given_up = False
         self._match: Match | None = None
         self._started = time.monotonic()
-        self._future: Future[Found] = link.submit(self._look())
+        self._job = link.submit(self._look())
 
     async def _look(self) -> Found:
         s = self._link.settings
@@ -68,10 +67,9 @@ class Lookup:
     def poll(self, wait_s: float) -> Found | None:
         """What was found; None while that is not known. After the look-up's time is over, nothing was."""
         try:
-            return self._future.result(wait_s)
-        except FutureTimeout:
-            pass  # it is under way
-        except CancelledError:
+            if self._job.wait(wait_s):
+                return self._job.result()
+        except asyncio.CancelledError:
             return _NOTHING  # the link is closed
         spent = time.monotonic() - self._started
         if spent < self._link.settings.lookup_timeout_s:
@@ -85,7 +83,7 @@ class Lookup:
     @property
     def stale(self) -> bool:
         """Whether it is to be asked anew: the lease is nearly over, or the miss was some time ago."""
-        if self._given_up or not self._future.done():
+        if self._given_up or not self._job.done:
             return self._given_up and time.monotonic() - self._started > self._link.settings.lookup_timeout_s + _MISS_S
         found = self.poll(0) or _NOTHING
         age = time.monotonic() - self._started

@@ -4,11 +4,11 @@
 "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore_connectors.vllm_tier", "revision": "…"}]
 """
 
+import asyncio
 import logging
 import queue
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import Future, wait
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ with needs("vLLM 0.32", "pip install vllm==0.32.0, on a machine without a GPU vl
 
 from kvstore.api.wire import canonical_json
 from kvstore_client import KVStoreError, Namespace, fingerprint_revision
+from kvstore_client.job import Job
 from kvstore_connectors.vllm_chunks import Chunks, chunk_spec, digest
 from kvstore_connectors.vllm_link import StoreLink, Unavailable
 from kvstore_connectors.vllm_settings import Settings
@@ -77,7 +78,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._chunks = Chunks(self._link, np.asarray(primary_kv_view))
         self._link.submit(self._link.warm())
         self._lookups = _Lookups(self, tier_type)
-        self._jobs: set[Future[None]] = set()
+        self._jobs: list[Job[None]] = []
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._failed: queue.SimpleQueue[list[OffloadKey]] = queue.SimpleQueue()
         """Chunks that look-ups take for present and loads did not bring."""
@@ -91,13 +92,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         async def look(namespace: Namespace) -> int:
             return (await namespace.match(b"".join(digests), lease_s=0, parts=False)).pages
 
-        future = self._link.submit(self._link.call(look))
+        job = self._link.submit(self._link.call(look))
         try:
-            there = future.result(self._link.settings.lookup_timeout_s)
-        except (KVStoreError, Unavailable):
+            there = job.result(self._link.settings.lookup_timeout_s)
+        except (KVStoreError, Unavailable, asyncio.CancelledError):
             there = 0
         except TimeoutError:
-            future.cancel()
+            job.cancel()
             self._link.soon(self._link.slow, self._link.settings.lookup_timeout_s, "a look-up")
             there = 0
         return [index < there for index in range(len(digests))]
@@ -130,9 +131,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._submit(job_metadata, self._chunks.load)
 
     def _submit(self, job: TransferJob, move: Move) -> None:
-        future = self._link.submit(self._run(job, move))
-        self._jobs.add(future)
-        future.add_done_callback(self._jobs.discard)
+        self._jobs = [begun for begun in self._jobs if not begun.done]
+        self._jobs.append(self._link.submit(self._run(job, move)))
 
     async def _run(self, job: TransferJob, move: Move) -> None:
         """Move all chunks of a job; those that fail are told."""
@@ -155,7 +155,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def drain_jobs(self) -> None:
         """Wait until all jobs have ended: each is bounded."""
-        wait(set(self._jobs))
+        for begun in self._jobs:
+            begun.wait()
 
     def shutdown(self) -> None:
         """Wait for the jobs, and close the connections."""

@@ -4,28 +4,26 @@ A signal's handler runs as a call returns or a function begins, so that is where
 """
 
 import concurrent.futures._base
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from kvstore.api.wire import reading, writing
-from kvstore_client import Client, direct, loop_thread, turn
+from kvstore_client import Client, direct, job, loop_thread, turn
 from kvstore_client.blocking import Namespace
 from kvstore_client.direct import current
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, open_namespace
+from tests.interrupts import interrupted, reached
 
 pytestmark = [
     pytest.mark.usefixtures("time_for_a_line"),
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),  # interrupted before it began
 ]
 LINE = (direct.__file__, turn.__file__, reading.__file__, writing.__file__)
-LOOP = (loop_thread.__file__, threading.__file__, concurrent.futures._base.__file__)
+LOOP = (loop_thread.__file__, job.__file__, threading.__file__, concurrent.futures._base.__file__)
 
 
 @pytest.fixture
@@ -39,38 +37,6 @@ def namespace(client: Client) -> Namespace:
     namespace = open_namespace(client)
     namespace.put(context(8000), content(context(8000)))
     return namespace
-
-
-def reached(work: Callable[[], Any], at: int, then: Callable[[], None], where: tuple[str, ...] = LINE) -> bool:
-    """Do something, and have `then` called at the point number `at` of what it does there; False if there are not so many."""
-    left = at
-
-    def look(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal left
-        if event in ("call", "c_return") and frame.f_code.co_filename in where:
-            left -= 1
-            if left == -1:
-                sys.setprofile(None)
-                then()
-
-    sys.setprofile(look)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return left < 0
-
-
-def interrupted(work: Callable[[], Any], at: int, where: tuple[str, ...] = LINE) -> bool:
-    """Whether something was interrupted at its point number `at`."""
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    try:
-        return reached(work, at, interrupt, where)
-    except KeyboardInterrupt:
-        return True
 
 
 def by_the_line(client: Client) -> bool:
@@ -95,7 +61,7 @@ def line_of(client: Client) -> None:
 def test_its_line_is_free_again(client: Client) -> None:
     line_of(client)
     at = 0
-    while interrupted(client.ping, at):
+    while interrupted(client.ping, at, LINE):
         assert current() is None, f"what this thread does next goes by the line (interrupted at {at})"
         assert by_the_line(client), f"the line is held by nobody (interrupted at {at})"
         at += 1
@@ -106,7 +72,7 @@ def test_nothing_comes_to_its_buffer_later(client: Client, namespace: Namespace)
     line_of(client)
     with namespace.match(context(8000)) as match:
         out, at = np.empty(match.pages * namespace.spec.page_bytes, np.uint8), 0
-        while interrupted(lambda: namespace.fetch(match, out), at):
+        while interrupted(lambda: namespace.fetch(match, out), at, LINE):
             out[:] = 7
             client.ping()
             assert np.all(out == 7), f"interrupted at {at}"
@@ -122,7 +88,7 @@ def test_calls_from_a_handler_do_not_take_the_line_of_what_they_interrupt(client
         client.ping(5)
         client.namespaces()  # by the loop, which waits for the line to settle first
 
-    while reached(client.ping, at, ask):
+    while reached(client.ping, at, ask, LINE):
         assert client._direct._line is line, f"it was lost (asked at {at})"
         assert by_the_line(client)
         at += 1
