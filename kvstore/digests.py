@@ -5,6 +5,7 @@ Two kinds, for two jobs. `xxh3_128` guards bytes against accidents at memory spe
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from hashlib import blake2b
 
 from xxhash import xxh3_128_digest
@@ -46,7 +47,8 @@ def _extra_key(pair: object) -> tuple[str, bytes]:
     if isinstance(pair, tuple | list) and len(pair) == 2:
         kind, value = pair
         if isinstance(kind, str) and isinstance(value, bytes | bytearray | memoryview):
-            return kind, bytes(value)
+            with suppress(ValueError):  # a view that was released
+                return kind, bytes(value)
     raise BadRequest(f"an extra key is {pair!r}, not a pair of text, which names its type, and bytes, such as ('image', digest)")
 
 

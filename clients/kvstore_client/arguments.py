@@ -3,11 +3,14 @@
 import functools
 import inspect
 import operator
+import re
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar, cast
+
+import numpy as np
 
 from kvstore.api.wire import DIGEST_BYTES, BadRequest, Hints, KVSpec, PartRange
 from kvstore_client.times import FOR_EVER_S
@@ -233,12 +236,22 @@ def readable(data: Any, name: str = "data") -> memoryview:
     _no_objects(view, name)
     if not view.c_contiguous:
         raise BadArgument(f"the bytes of {name} do not lie one after the other (an array of strides): give numpy.ascontiguousarray of it")
-    return view.cast("B") if view.nbytes else memoryview(b"")  # one with zeros in its shape can't be cast
+    return flat(view)
+
+
+def flat(view: memoryview) -> memoryview:
+    """The bytes of what lies in one piece, whatever its numbers are. Raises TypeError if it does not."""
+    if not view.nbytes:
+        return memoryview(b"" if view.readonly else bytearray())  # one with zeros in its shape can't be cast
+    try:
+        return view.cast("B")
+    except ValueError:  # numbers of another machine, of several fields, or of ctypes, which says of which byte order they are
+        return np.frombuffer(view, np.uint8).data
 
 
 def _no_objects(view: memoryview, name: str) -> None:
     """Their bytes are addresses: stored they mean nothing, and written over they end the process."""
-    if "O" in view.format:
+    if "O" in re.sub(":[^:]*:", "", view.format):  # but for names of fields
         raise BadArgument(f"{name} holds Python objects, not bytes: give an array of numbers")
 
 
@@ -247,7 +260,7 @@ def writable(out: Any, size: int, *, at_least: bool = False) -> memoryview:
     try:
         whole = memoryview(out)
         _no_objects(whole, "the buffer")
-        target = whole.cast("B") if whole.nbytes else memoryview(bytearray())  # one with zeros in its shape can't be cast
+        target = flat(whole)
     except (TypeError, ValueError) as error:
         raise BadArgument(f"the buffer (a {type(out).__name__}) can't be received into: {error}; give a contiguous array") from None
     if at_least:

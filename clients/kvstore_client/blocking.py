@@ -311,5 +311,5 @@ def _bytes_of(out: Any) -> int:
     """The size of a buffer; of anything else it is not known to be small."""
     try:
         return memoryview(out).nbytes
-    except TypeError:
+    except (TypeError, ValueError):
         return SMALL_BYTES + 1

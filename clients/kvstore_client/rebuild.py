@@ -31,7 +31,7 @@ from kvstore.api.wire import (
 )
 from kvstore.api.wire.messages import Empty
 from kvstore.api.wire.rebuild_messages import RebuildClaim, RebuildEnd, RebuildJob, RebuildRenew
-from kvstore_client.arguments import BOUND, FLAG, FUNCTION, TEXT, TIMEOUT, checked, instance
+from kvstore_client.arguments import BOUND, FLAG, FUNCTION, TEXT, TIMEOUT, checked, instance, readable
 from kvstore_client.client import AsyncClient
 from kvstore_client.namespace import Namespace
 from kvstore_client.times import milliseconds
@@ -339,7 +339,8 @@ def _checked(result: Any, wanted: Wanted) -> dict[int, Bytes]:
         array = arrays[component]
         if isinstance(array, np.ndarray) and array.itemsize not in (1, DTYPE_BYTES[kind.dtype]):
             raise BadRequest(f"component {component} is of {kind.dtype}, the rebuild function returned {array.dtype}")
-        raw = np.frombuffer(np.ascontiguousarray(array).tobytes() if isinstance(array, np.ndarray) else array, np.uint8)
+        given = np.ascontiguousarray(array).tobytes() if isinstance(array, np.ndarray) else array
+        raw = np.frombuffer(readable(given, f"what the rebuild function returned for component {component}"), np.uint8)
         if raw.nbytes != pages * size or (isinstance(array, np.ndarray) and array.ndim > 1 and array.shape[0] != pages):
             shape = array.shape if isinstance(array, np.ndarray) else (raw.nbytes,)
             raise BadRequest(

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.api.wire import BadRequest, KVSpec
+from kvstore_client.arguments import readable
 
 Tokens = npt.NDArray[np.uint32] | npt.NDArray[np.uint8] | bytes | bytearray | memoryview | Sequence[bytes]
 """Token ids as an array (or a buffer) of uint32. In a namespace of digests those: an array of one a row, their bytes, or a list of them."""
@@ -28,7 +29,8 @@ def _array(tokens: object) -> npt.NDArray[Any]:
     how = "give an array: np.asarray(token_ids, np.uint32)"
     try:
         view = memoryview(tokens)  # type: ignore[arg-type]
-    except TypeError:
+        array = np.asarray(view)
+    except (TypeError, ValueError):
         raise BadRequest(f"tokens are a {type(tokens).__name__}; {how}") from None
     if view.itemsize == 1:
         what = (
@@ -39,7 +41,7 @@ def _array(tokens: object) -> npt.NDArray[Any]:
             else f"a {type(tokens).__name__}"
         )
         raise BadRequest(f"tokens are {what}, which may be of anything; {how}, or np.frombuffer(tokens, np.uint32) if they are of uint32")
-    return np.asarray(view)
+    return array
 
 
 def _digest_view(digests: Tokens, width: int) -> memoryview:
@@ -52,14 +54,14 @@ def _digest_view(digests: Tokens, width: int) -> memoryview:
     else:
         fine, given = isinstance(digests, bytes | bytearray), f"a {type(digests).__name__}"
         if isinstance(digests, memoryview):
+            readable(digests, "the digests")  # one that was released says nothing of its numbers
             fine, given = digests.itemsize == 1, f"a memoryview of {digests.format!r}"
     if not fine:
         raise BadRequest(
             f"this namespace is of digests of {width} bytes, and these are {given}: give a uint8 array of shape (pages, {width}), "
             "a list of bytes, or their bytes one after the other"
         )
-    view = memoryview(np.ascontiguousarray(digests).data if isinstance(digests, np.ndarray) else digests)  # type: ignore[arg-type]
-    view = view.cast("B") if view.nbytes else memoryview(b"")  # one with zeros in its shape can't be cast
+    view = readable(np.ascontiguousarray(digests) if isinstance(digests, np.ndarray) else digests, "the digests")
     if len(view) % width:
         raise BadRequest(f"{len(view)} bytes of digests: give some of {width} bytes each")
     return view
