@@ -93,6 +93,20 @@ class StoreLink(LinkLoop):
             )
         )  # fmt: skip
 
+    def greet(self) -> None:
+        """Say whether the store is there, before anything is wanted of it. Nobody waits for that, and nothing else comes of it."""
+        self.submit(self._greet())
+
+    async def _greet(self) -> None:
+        try:
+            await self.client.ping(self.options.lookup_timeout_s)
+        except (ConnectionLost, DeadlineExceeded) as error:
+            self._say_away(str(error))
+        except (KVStoreError, OSError) as error:
+            self.refused(error)
+        else:
+            self._log.info("kvstore at %s answers", self.options.endpoint)
+
     @property
     def away(self) -> bool:
         """Whether the store did not answer when it was last asked."""
@@ -146,9 +160,12 @@ class StoreLink(LinkLoop):
         self._away = True
         if time.monotonic() - self._back_since > 2 * self._probe_s:
             self._probe_s = _FIRST_PROBE_S
-        self.say("away", f"kvstore at {self.options.endpoint} is away, and the engine goes on without it: {reason}")
+        self._say_away(reason)
         if self._probe is None or self._probe.done():
             self._probe = self.keep(self._watch())
+
+    def _say_away(self, reason: str) -> None:
+        self.say("away", f"kvstore at {self.options.endpoint} is away, and the engine goes on without it: {reason}")
 
     async def _watch(self) -> None:
         """Ask until the store answers as fast as it should; less and less often."""

@@ -5,7 +5,6 @@ slow or full, look-ups find nothing, loads and stores fail, and LMCache goes on:
 """
 
 import asyncio
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from kvstore_connectors.engines import needs
 
 with needs("LMCache 0.5.6", "pip install lmcache==0.5.6", "docs/lmcache.md"):
     from lmcache.lmcache_native import Bitmap
+    from lmcache.logging import init_logger
     from lmcache.v1.distributed.internal_api import L2StoreResult
     from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
     from lmcache.v1.platform import create_event_notifier
@@ -32,7 +32,7 @@ from kvstore_connectors.hashed_puts import Outcome, batches, put_pages
 from kvstore_connectors.lmcache_settings import KVStoreL2AdapterConfig
 from kvstore_connectors.lmcache_spaces import Layout, Space, label_of, layout_asked, space_of
 
-log = logging.getLogger(__name__)
+log = init_logger(__name__)  # LMCache's own: what goes to others is not seen unless it is a warning
 
 _STORES_AT_ONCE = 4
 """Puts, each of up to 16 MiB or of one object."""
@@ -87,6 +87,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             " copies from and to, this adapter has not been tested.",
             config.link.endpoint, config.revision,
         )  # fmt: skip
+        self._link.greet()
 
     # --- LMCache's interface --------------------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class HiCacheKVStore(HiCacheStorage):  # type: ignore[misc]
             " are pinned for a GPU, this backend has not been tested.",
             options.endpoint, self._model, self._revision,
         )  # fmt: skip
+        self._link.greet()
 
     # --- pools ----------------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,17 @@ def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
     assert look(link) == -2
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_at_its_start_it_is_said_whether_the_store_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture, there: bool) -> None:
+    with caplog.at_level(logging.INFO), DaemonProcess(tmp_path / "data", "--dram", "64MiB", "--ssd", "128MiB") as daemon:
+        endpoint = daemon.endpoint if there else "127.0.0.1:9"
+        link = StoreLink(LinkOptions(endpoint=endpoint), "test", log)
+        link.greet()
+        until(lambda: said(caplog, f"kvstore at {endpoint} {'answers' if there else 'is away'}") == 1)
+        assert not link.away, "that is for those who want something to find out"
+        link.close()
+
+
 def test_a_daemon_that_stops_answering_is_left_alone_until_it_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with DaemonProcess(tmp_path / "data", "--dram", "64MiB", "--ssd", "128MiB") as daemon:
         link = StoreLink(LinkOptions(endpoint=daemon.endpoint, lookup_timeout_s=0.5), "test", log)
