@@ -37,6 +37,8 @@ class Link:
     """Those that it was asked for, and another link brought, or was asked to bring instead."""
     losses: int = 0
     """Connections that were lost or given up."""
+    trouble: str = ""
+    """Why nobody could be reached over it when that was last tried; empty if somebody was."""
     store: bytes = field(default=b"", repr=False)
     """To which store it led when it last worked."""
     refused_since: float = field(default=0.0, repr=False)
@@ -114,15 +116,16 @@ async def dial(link: Link, *, alone: bool) -> socket.socket:
             await asyncio.get_running_loop().sock_connect(sock, address)
     except TimeoutError:
         sock.close()
+        link.trouble = f"no answer within {DIAL_S:g} s"
         raise ConnectionLost(f"can't connect to {link.endpoint} within {DIAL_S:g} s") from None
     except OSError as error:
         sock.close()
         link.refused(time.monotonic() if error.errno in _NOBODY else 0.0)
-        reason = reason_of(error)
+        reason = link.trouble = reason_of(error)
         by = f" from {link.local}" if link.local else ""
         raise ConnectionLost(f"can't connect to {link.endpoint}{by}: {reason}; is a daemon there? (`kvstore serve` starts one)") from error
     except BaseException:
         sock.close()
         raise
-    link.refused_since = 0.0
+    link.refused_since, link.trouble = 0.0, ""
     return sock

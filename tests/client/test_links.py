@@ -40,5 +40,5 @@ def test_what_can_not_be_links_is_refused(endpoints: list[str], local: list[str]
 
 def test_a_link_is_shown_by_what_went_over_it() -> None:
     assert repr(make_links("a:1", ["10.0.0.1"])[0]) == (
-        "Link(endpoint='a:1', local='10.0.0.1', fetched_bytes=0, put_bytes=0, stripes=0, given_up=0, losses=0)"
+        "Link(endpoint='a:1', local='10.0.0.1', fetched_bytes=0, put_bytes=0, stripes=0, given_up=0, losses=0, trouble='')"
     )

@@ -236,6 +236,10 @@ def test_a_link_that_leads_nowhere_is_left_out(two_addresses: DaemonProcess) -> 
             async with await namespace.match(TOKENS) as match:
                 assert np.array_equal(await fetched(namespace, match), DATA)
             assert [bool(link.fetched_bytes) for link in client.links] == [False, True]
+            assert [link.trouble for link in client.links] == ["Connection refused", ""]
+        async with AsyncClient(two_addresses.endpoint, local_addresses=["127.0.0.1", "192.0.2.7"], shared_memory=False) as client:
+            await client.namespace("nowhere", "nowhere", SPEC)
+            assert client.links[1].trouble == "Cannot assign requested address"
         with pytest.raises(ConnectionLost, match=r"127\.0\.0\.9:"):
             async with AsyncClient(["127.0.0.9:9", "127.0.0.9:11"]):
                 pytest.fail("nobody is there")
