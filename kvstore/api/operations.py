@@ -67,5 +67,5 @@ BLOB = Parameter("blob", "path", "a blob id", {"type": "string", "pattern": BLOB
 
 
 def reply(model: BaseModel, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """A JSON response; fields that are None are left out."""
-    return web.Response(text=model.model_dump_json(exclude_none=True), status=status, headers=headers, content_type=JSON)
+    """A JSON response, a line for those who type; fields that are None are left out."""
+    return web.Response(text=f"{model.model_dump_json(exclude_none=True)}\n", status=status, headers=headers, content_type=JSON)

@@ -52,7 +52,7 @@ def problem(status: int, code: str, detail: str, retry_after_ms: int | None = No
     headers = {} if status != 401 else {"WWW-Authenticate": 'Bearer realm="kvstore"'}
     if retry_after_ms is not None:
         headers["Retry-After"] = str(-(-retry_after_ms // 1000))
-    text = body.model_dump_json(exclude_none=True)
+    text = f"{body.model_dump_json(exclude_none=True)}\n"
     return web.Response(text=text, status=status, content_type="application/problem+json", headers=headers)
 
 
