@@ -95,7 +95,7 @@ def _report(console: Console, requests: list[Request], outcomes: list[Outcome], 
     due, asked = model_hits(requests)
     totals, tiers = stat["totals"], stat["tiers"]
     given_up = totals["evicted_ssd_pages"] + totals["dropped_pages"]
-    table = Table("", "", title=f"{len(outcomes)} requests in {seconds:.1f} s")
+    table = Table(show_header=False, title=f"{len(outcomes)} requests in {seconds:.1f} s")
     table.add_row("hit ratio in tokens", f"{hit / asked:.2%} ({hit:,} of {asked:,})")
     table.add_row("  an infinite cache would have", f"{due / asked:.2%} (whole pages; a partial last block is no hit)")
     for name, nbytes, times in (

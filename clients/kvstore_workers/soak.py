@@ -238,7 +238,7 @@ def report(console: Console, result: Result) -> list[Verdict]:
         console.print(
             verdict_table(verdicts, f"{len(result.samples)} samples in {result.seconds:.0f} s, the first {_WARM_UP:.0%} left out")
         )
-    table = Table("", "", title="what was done")
+    table = Table(show_header=False, title="what was done")
     table.add_row("operations", f"{result.operations.total():,}: " + ", ".join(f"{n} {c:,}" for n, c in result.operations.most_common()))
     table.add_row("bytes", f"fetched {result.fetched_bytes / _GIB:.2f} GiB, put {result.put_bytes / _GIB:.2f} GiB")
     table.add_row("errors by code", ", ".join(f"{code} {count:,}" for code, count in result.errors.most_common()) or "none")
