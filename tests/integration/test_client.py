@@ -350,6 +350,7 @@ async def test_what_makes_no_sense_is_a_typed_error(daemon: DaemonProcess) -> No
             assert await namespace.fetch(match, np.empty((0, BIG.page_bytes), np.uint8)) == 0
             with pytest.raises(BadRequest, match="can't be received into"):
                 await namespace.fetch(match, np.zeros((4, 4), np.uint8)[:, ::2])
+        await namespace.drop()
 
 
 def test_a_blocking_match_tells_as_much(daemon: DaemonProcess) -> None:

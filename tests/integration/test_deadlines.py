@@ -38,7 +38,7 @@ async def test_a_put_does_not_wait_to_give_itself_up(
     data, tokens = np.ones(pages * BIG.page_bytes, np.uint8), np.arange(4 * pages, dtype=np.uint32)
     before = wait_for_baseline(daemon.http)
     async with AsyncClient(daemon.endpoint, shared_memory=near) as client:
-        namespace = await client.namespace("still", "rev-1", BIG)
+        namespace = await client.namespace("given-up", "rev-2", BIG)  # of its own: what others leave would go with it
         await namespace.put(tokens[:4] + 1, data[: BIG.page_bytes])  # its ways are open
         with standing_still(daemon), pytest.raises(DeadlineExceeded):
             async with asyncio.timeout(_LONG_S / 3):

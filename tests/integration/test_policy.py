@@ -10,7 +10,7 @@ from tests.integration.pages import open_namespace
 from tests.integration.raw import stat
 
 
-def test_the_policy_is_shown_wherever_one_looks(tmp_path: Path) -> None:
+def test_the_policy_is_shown(tmp_path: Path) -> None:
     with DaemonProcess(tmp_path / "a folder" / "data", "--dram", "16MiB", "--ssd", "16MiB", "--policy", "s3fifo") as daemon:
         with Client(daemon.unix_endpoint) as client:
             open_namespace(client)
