@@ -1,10 +1,13 @@
 """The demo and the benchmarks say if the machine is busy with something else."""
 
 import os
+import sys
 
 import pytest
 
+from bench import fairness
 from bench.report import arguments
+from kvstore_client import BadRequest
 from kvstore_workers.busy_machine import warn_if_busy, warning
 
 
@@ -23,3 +26,11 @@ def test_it_is_said_at_the_start(start: object, load: float, monkeypatch: pytest
     start()
     said = capsys.readouterr()
     assert (said.out, "this machine is busy" in said.err) == ("", load > 1)
+
+
+def test_a_part_of_a_benchmark_does_not_warn_of_the_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
+    monkeypatch.setattr(sys, "argv", ["fairness", "--part", "bulk", "--endpoint", "nowhere"])
+    with pytest.raises(BadRequest):  # it got as far as its daemon
+        fairness.main()
+    assert capsys.readouterr().err == ""
