@@ -19,7 +19,8 @@ from typing import Any
 import lmdb
 
 from kvstore.errors import DataDirError
-from kvstore.lmdb_walk import Walk, read_metas
+from kvstore.folders import sync_folder
+from kvstore.lmdb_walk import Walk, read_meta, read_metas
 
 _log = logging.getLogger("kvstore.lmdb")
 
@@ -31,8 +32,11 @@ STRUCTURAL = (
 
 DATA_FILE = "data.mdb"
 _MARK = "damaged"
+_SALVAGED = ".salvaged"
 _BATCH = 1000
 _ROOM = 1 << 20
+_LOCK_BYTES = 8192
+"""Of the file with LMDB's table of 126 readers."""
 
 
 def open_environment(path: Path, map_bytes: int, *, entry_bytes: int = 1, **options: Any) -> lmdb.Environment:
@@ -40,6 +44,7 @@ def open_environment(path: Path, map_bytes: int, *, entry_bytes: int = 1, **opti
 
     `entry_bytes` is the least that an entry takes up. Raises DataDirError.
     """
+    finish_replacing(path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_meta(path, entry_bytes)
     if (path / _MARK).exists():
@@ -48,7 +53,9 @@ def open_environment(path: Path, map_bytes: int, *, entry_bytes: int = 1, **opti
         env = _open(path, map_bytes, options)
     except STRUCTURAL as error:
         _log.critical("%s can't be opened (%s): it is set aside, and everything in it is lost", path, error)
-        _set_aside(path)
+        fresh = _fresh(path)
+        _open(fresh, map_bytes, {}).close()
+        _replace(path, fresh)
         env = _open(path, map_bytes, options)
     except lmdb.Error as error:
         raise DataDirError(f"{path} can't be opened: {error}") from error
@@ -63,7 +70,7 @@ def open_readonly(path: Path) -> lmdb.Environment:
         raise DataDirError(f"{file} is missing")
     env = lmdb.open(str(path), readonly=True, lock=False, create=False, readahead=False, max_spare_txns=8)
     used = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    if file.stat().st_size < used:  # reading on would end the process with SIGBUS
+    if file.stat().st_size < used and not Walk(file).is_whole():  # reading on would end the process with SIGBUS
         env.close()
         raise lmdb.CorruptedError(f"{file} has {file.stat().st_size} bytes, its own header says {used}")
     return env
@@ -120,6 +127,11 @@ def is_marked(path: Path) -> bool:
 
 def _open(path: Path, map_bytes: int, options: dict[str, Any]) -> lmdb.Environment:
     path.mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(lock, 0, _LOCK_BYTES)  # LMDB leaves a hole, and writes to it through a map: a full disk would be SIGBUS
+    finally:
+        os.close(lock)
     return lmdb.open(str(path), map_size=map_bytes, mode=0o600, readahead=False, **options)
 
 
@@ -127,15 +139,16 @@ def _check_meta(path: Path, entry_bytes: int) -> None:
     """Have a data file salvaged that was cut short, has lost a meta page, or says that it holds more than it can.
 
     Read through a map, what is missing would be the end of the process (SIGBUS); and by such a count the tier would be full for ever.
+    Pages at the end that a transaction took and gave back are never written: then nothing is missing, though the file is shorter.
     """
     file = path / DATA_FILE
-    size = file.stat().st_size if file.exists() else 0
+    size = size_of(file)
     if not size:
         return
     metas = read_metas(file)
     meta = max(metas, key=lambda one: one.transaction, default=None)
     needed = 2 * 4096 if meta is None else max(2, meta.last_page + 1) * meta.page_size
-    if size < needed:
+    if size < needed and not (len(metas) == 2 and Walk(file).is_whole()):
         _log.error("%s has %d bytes and should have %d: it was cut short", file, size, needed)
         mark_damaged(path)
     elif len(metas) == 1:
@@ -144,6 +157,17 @@ def _check_meta(path: Path, entry_bytes: int) -> None:
     elif meta is not None and meta.entries * entry_bytes > size:
         _log.error("%s has %d bytes and can't hold the %d entries that it counts", file, size, meta.entries)
         mark_damaged(path)
+
+
+def size_of(file: Path) -> int:
+    """How large a file is; 0 if it is not there."""
+    return file.stat().st_size if file.exists() else 0
+
+
+def entries_of(path: Path) -> int:
+    """How many entries the environment in a folder counts, looked up without LMDB; 0 if there is none, or it can't be read."""
+    meta = read_meta(path / DATA_FILE) if size_of(path / DATA_FILE) else None
+    return 0 if meta is None else meta.entries
 
 
 def no_room(path: Path, *others: Path) -> bool:
@@ -202,8 +226,7 @@ def salvage(path: Path, map_bytes: int) -> int:
 
     The damaged one is kept beside it, one generation of it. Returns the entries saved.
     """
-    fresh = path.with_name(path.name + ".salvaged")
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh = _fresh(path)
     started = time.monotonic()
     walk = Walk(path / DATA_FILE)
     target = _open(fresh, map_bytes, {})
@@ -219,13 +242,30 @@ def salvage(path: Path, map_bytes: int) -> int:
         raise
     finally:
         target.close()
-    _set_aside(path)
-    fresh.rename(path)
+    _replace(path, fresh)
     _log.error("%s was damaged: %d entries were saved, %d pages skipped, in %.1f s", path, saved, walk.skipped, time.monotonic() - started)
     return saved
 
 
-def _set_aside(path: Path) -> None:
+def finish_replacing(path: Path) -> None:
+    """Put the salvaged environment of a folder in its place, if whoever made it was killed when the damaged one was out of it."""
+    if not path.exists() and (fresh := path.with_name(path.name + _SALVAGED)).exists():
+        fresh.rename(path)
+        sync_folder(path.parent)
+
+
+def _fresh(path: Path) -> Path:
+    """Where what is to replace a folder is made; nothing is there."""
+    fresh = path.with_name(path.name + _SALVAGED)
+    shutil.rmtree(fresh, ignore_errors=True)
+    return fresh
+
+
+def _replace(path: Path, fresh: Path) -> None:
+    """Keep a damaged folder beside its place, and put a whole one there."""
+    sync_folder(fresh)
     aside = path.with_name(path.name + ".damaged")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
+    fresh.rename(path)
+    sync_folder(path.parent)

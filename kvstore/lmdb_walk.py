@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAGIC, DATA_VERSION = 0xBEEFC0DE, 1
-_META = struct.Struct("<16xII16xI76xQQQQ")
-"""Of a meta page: magic, version, page size, entries and root of the main database, last page used, transaction."""
+_META = struct.Struct("<16xII16xI36xQ32xQQQQ")
+"""Of a meta page: magic, version, page size, root of the list of free pages, entries and root of the database, last page, transaction."""
 _PAGE = struct.Struct("<QHHHH")
 OVERFLOW = struct.Struct("<QHHI")
 NODE = struct.Struct("<HHHH")
@@ -27,6 +27,7 @@ class Meta:
     """What a meta page says."""
 
     page_size: int
+    free_root: int
     entries: int
     root: int
     last_page: int
@@ -54,10 +55,10 @@ def unpack_meta(head: bytes) -> Meta | None:
     """What a meta page says that begins so; None if it is none."""
     if len(head) < _META.size:
         return None
-    magic, version, page_size, entries, root, last_page, transaction = _META.unpack_from(head)
+    magic, version, page_size, free_root, entries, root, last_page, transaction = _META.unpack_from(head)
     if magic != MAGIC or version != DATA_VERSION or page_size not in (4096, 8192, 16_384, 32_768, 65_536):
         return None
-    return Meta(page_size, entries, root, last_page, transaction)
+    return Meta(page_size, free_root, entries, root, last_page, transaction)
 
 
 class Walk:
@@ -75,6 +76,19 @@ class Walk:
                 yield from self._subtree(self._meta.root, _MAX_DEPTH)
         finally:
             os.close(self._fd)
+
+    def is_whole(self) -> bool:
+        """Whether every entry that it counts can be reached, and the list of free pages, too. In place of iterating over it."""
+        if self._meta is None:
+            os.close(self._fd)
+            return False
+        try:
+            for _ in self._subtree(self._meta.free_root, _MAX_DEPTH) if self._meta.free_root != NO_PAGE else ():
+                pass
+        except BaseException:
+            os.close(self._fd)
+            raise
+        return sum(1 for _ in self) == self._meta.entries and not self.skipped
 
     def _subtree(self, number: int, depth: int) -> Iterator[tuple[bytes, bytes]]:
         page = self._read(number, 1)

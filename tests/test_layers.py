@@ -36,7 +36,7 @@ ALLOWED = {
     "kvstore/drift.py": {"kvstore.kvspec"},
     "kvstore/prefill.py": {"kvstore.errors"},
     "kvstore/sizing.py": {"kvstore.errors", "kvstore.kvspec", "kvstore.prefill"},
-    "kvstore/lmdb_files.py": {"kvstore.errors", "kvstore.lmdb_walk"},
+    "kvstore/lmdb_files.py": {"kvstore.errors", "kvstore.folders", "kvstore.lmdb_walk"},
     "kvstore/lmdb_find.py": {"kvstore.lmdb_walk"},
     "kvstore/lmdb_walk.py": set(),
     "kvstore/fault_note.py": set(),

@@ -1,11 +1,13 @@
 """The data directory: who owns it, and in which format it is."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.errors import DataDirError
@@ -21,6 +23,7 @@ BLOBS = "blobs"
 _NOTE = "format.json"
 _LOADING = "loading"
 _ID_BYTES = 16
+_NOT_HERE = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class DataDirInUse(DataDirError):
@@ -37,28 +40,40 @@ class DataDir:
         self.recipes = path / "recipes"
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise DataDirError(f"the data directory {path} can't be used: {error}") from error
+            os.close(self._folder)
+            raise _unusable(path, error) from error
         try:
             self._take_lock()
             self.format = self._check_format(oldest)
             self.id = self._own_id()
             """16 random bytes that stay with the directory: by them clients know one store from another."""
+        except OSError as error:
+            self.close()
+            raise _unusable(path, error) from error
         except BaseException:
-            os.close(self._lock)
+            self.close()
             raise
 
     def _take_lock(self) -> None:
+        """Of the folder, too: past a lock file that was deleted a second would come in, and each write over what the other has."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _where_folders_can_be_locked():
+                fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             raise DataDirInUse(
                 f"the data directory {self.path} is in use by another process (pid {holder}): stop it, or give this one its own --data-dir"
             ) from None
         os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # it is for people; a full disk is no reason not to start
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def _check_format(self, oldest: int) -> int:
         if (found := read_format(self.path)) is None:
@@ -111,6 +126,23 @@ class DataDir:
     def close(self) -> None:
         """Let another daemon have it."""
         os.close(self._lock)
+        os.close(self._folder)
+
+
+def _unusable(path: Path, error: OSError) -> DataDirError:
+    return DataDirError(f"the data directory {path} can't be used: {error}")
+
+
+@contextlib.contextmanager
+def _where_folders_can_be_locked() -> Iterator[None]:
+    """Not on NFS: there the lock file is all there is."""
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in _NOT_HERE:
+            raise
 
 
 def read_format(path: Path) -> object:

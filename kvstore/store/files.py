@@ -8,12 +8,12 @@ import lmdb
 
 from kvstore.errors import DataDirError
 from kvstore.fault_note import FaultNote
-from kvstore.lmdb_files import DATA_FILE, is_marked, mark_damaged
+from kvstore.lmdb_files import DATA_FILE, entries_of, finish_replacing, is_marked, mark_damaged, size_of
 from kvstore.radix.journal import Journal
 from kvstore.store.datadir import DataDir
 from kvstore.store.store_config import StoreConfig
 from kvstore.tiers.blob_index import BlobIndex
-from kvstore.tiers.ssd import BlobFile
+from kvstore.tiers.ssd import BlobFile, extents_beside
 from kvstore.tiers.text import RecipeFile
 
 _log = logging.getLogger("kvstore.store")
@@ -34,6 +34,7 @@ class Files:
             self._mark_what_was_died_of()
             if config.note_faults:
                 self._note.arm()
+            self._see_that_the_journal_is_there()
             if (journal := self.dir.journal / DATA_FILE).exists():  # until its records say it better
                 not_before(journal.stat().st_mtime)
             if self.dir.begin_loading() >= _DEATHS:
@@ -55,6 +56,16 @@ class Files:
                 "the SSD tier holds %d bytes, more than its new capacity of %d: it shrinks as new pages are written",
                 usage.used,
                 usage.capacity,
+            )
+
+    def _see_that_the_journal_is_there(self) -> None:
+        """No crash takes it away; and without it all blobs would be swept, as nothing names them."""
+        finish_replacing(self.dir.journal)
+        finish_replacing(self.dir.blobs)
+        if not size_of(self.dir.journal / DATA_FILE) and (blobs := entries_of(self.dir.blobs)):
+            raise DataDirError(
+                f"{self.dir.journal / DATA_FILE} is missing or empty, without which nobody knows what the {blobs} blobs in "
+                f"{self.dir.blobs} are: put it back, or delete {self.dir.blobs} and {extents_beside(self.dir.blobs)} to start without them"
             )
 
     def _mark_what_was_died_of(self) -> None:

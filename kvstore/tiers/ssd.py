@@ -17,7 +17,7 @@ import lmdb
 
 from kvstore.errors import Busy, Corrupt, DataDirError, NotFound
 from kvstore.kvspec import SliceLayout
-from kvstore.lmdb_files import STRUCTURAL, Gate, no_room
+from kvstore.lmdb_files import DATA_FILE, STRUCTURAL, Gate, finish_replacing, no_room, size_of
 from kvstore.lmdb_find import Damaged
 from kvstore.threads import started_pool
 from kvstore.tiers import Usage
@@ -78,11 +78,12 @@ class BlobFile:
         self.capacity = capacity
         self._limit = blocks_for(capacity + capacity // 10 + _ROOM_BYTES)
         self._gate = Gate()
+        _see_that_the_index_is_there(path)
         with contextlib.ExitStack() as opened:
             self._index = opened.enter_context(contextlib.closing(BlobIndex(path, capacity // _INDEX_SHARE + _INDEX_ROOM_BYTES)))
-            if not extents_beside(path).exists() and (blobs := self._index.count()):
+            if not size_of(extents_beside(path)) and (blobs := self._index.count()):
                 raise DataDirError(
-                    f"{extents_beside(path)} is missing, in which the index in {path} names {blobs} blobs: put it back, "
+                    f"{extents_beside(path)} is missing or empty, in which the index in {path} names {blobs} blobs: put it back, "
                     f"or delete {path} to start without them"
                 )
             self._extents = opened.enter_context(contextlib.closing(ExtentFile(extents_beside(path))))
@@ -307,6 +308,16 @@ class BlobFile:
         """The namespace numbers that have blobs on SSD."""
         with self._gate.shared():
             return self._index.namespace_numbers()
+
+
+def _see_that_the_index_is_there(path: Path) -> None:
+    """No crash takes it away; and where it is not, all blobs would be lost to it that are in the file of extents."""
+    finish_replacing(path)
+    if not size_of(path / DATA_FILE) and (nbytes := size_of(extents_beside(path))):
+        raise DataDirError(
+            f"{path / DATA_FILE} is missing or empty, without which nobody knows what is in the {nbytes} bytes of {extents_beside(path)}: "
+            "put it back, or delete that to start without its blobs"
+        )
 
 
 def _footprint(key: bytes, value: bytes) -> int:

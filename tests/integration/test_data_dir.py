@@ -1,14 +1,18 @@
 """Data directories that a daemon must not touch, and a clean stop."""
 
+import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from kvstore_client import Client
+from kvstore_client import Client, ConnectionLost
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, fetch_checked, open_namespace
+
+SIZES = ("--dram", "4MiB", "--ssd", "16MiB")
 
 
 def last_words(data_dir: Path, *arguments: str) -> str:
@@ -18,7 +22,7 @@ def last_words(data_dir: Path, *arguments: str) -> str:
 
 
 def test_a_second_daemon_is_refused_and_the_first_goes_on(data_dir: Path) -> None:
-    with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", "16MiB") as first:
+    with DaemonProcess(data_dir, *SIZES) as first:
         words = last_words(data_dir)
         assert "data_dir" in words
         assert f"pid {first.pid}" in words
@@ -34,6 +38,16 @@ def test_a_port_that_a_daemon_has_is_said(data_dir: Path) -> None:
         assert f"127.0.0.1:{port}: Address already in use (by a daemon that runs already? `kvstore status` asks it)" in words
 
 
+def test_without_its_lock_file_too(data_dir: Path) -> None:
+    """Two daemons on one directory would each write blobs over those of the other."""
+    with DaemonProcess(data_dir, *SIZES) as first, Client(first.endpoint) as client:
+        (data_dir / "lock").unlink()
+        assert "is in use by another process" in last_words(data_dir)
+        open_namespace(client).put(context(1), content(context(1)), durable=True)
+    with DaemonProcess(data_dir, *SIZES) as again, Client(again.endpoint) as client:
+        assert fetch_checked(open_namespace(client), context(1)) == 4
+
+
 def test_an_ssd_tier_that_may_fill_the_disk_is_warned_of(data_dir: Path) -> None:
     for nbytes, warned in ((16 << 20, False), (2 * shutil.disk_usage(data_dir.parent).total, True)):
         with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", str(nbytes)) as daemon:
@@ -41,15 +55,52 @@ def test_an_ssd_tier_that_may_fill_the_disk_is_warned_of(data_dir: Path) -> None
 
 
 def test_after_two_starts_that_died_while_loading_the_journal_is_salvaged(data_dir: Path) -> None:
-    with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", "16MiB") as daemon, Client(daemon.endpoint) as client:
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
         open_namespace(client).put(context(1), content(context(1)), durable=True)
     for deaths, salvaged in ((1, False), (2, True)):
         (data_dir / "loading").write_text(str(deaths))
-        with DaemonProcess(data_dir, "--dram", "4MiB", "--ssd", "16MiB") as daemon, Client(daemon.endpoint) as client:
+        with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
             assert fetch_checked(open_namespace(client), context(1)) == 4
             assert any("died while they read the journal" in line for line in daemon.lines) is salvaged
             assert any("entries were saved" in line for line in daemon.lines) is salvaged
             assert not (data_dir / "loading").exists()
+
+
+@pytest.mark.parametrize("how", ["deleted", "emptied"])
+@pytest.mark.parametrize(
+    ("name", "also"),
+    [("journal/data.mdb", ["blobs", "blobs.extents"]), ("blobs/data.mdb", ["blobs.extents"]), ("blobs.extents", ["blobs"])],
+)
+def test_without_a_file_it_does_not_start(data_dir: Path, tmp_path: Path, name: str, also: list[str], how: str) -> None:
+    """A start that went on would lose what the others have, for ever. With the file back all is there, and without the others it starts."""
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        open_namespace(client).put(context(1), content(context(1)), durable=True)
+    shutil.copyfile(data_dir / name, tmp_path / "copy")
+    (data_dir / name).unlink() if how == "deleted" else os.truncate(data_dir / name, 0)
+    words = last_words(data_dir, *SIZES)
+    assert f"{name} is missing or empty" in words
+    assert "put it back" in words
+    shutil.copyfile(tmp_path / "copy", data_dir / name)
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        assert fetch_checked(open_namespace(client), context(1)) == 4
+    (data_dir / name).unlink()
+    for path in also:
+        shutil.rmtree(data_dir / path) if (data_dir / path).is_dir() else (data_dir / path).unlink()
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        open_namespace(client).put(context(100), content(context(100)), durable=True)
+
+
+@pytest.mark.parametrize("left", range(0, 96, 4))
+def test_a_new_store_on_a_full_disk_says_so(tmpfs: Path, left: int) -> None:
+    """LMDB's files are mapped: where the disk has no room for what is written to a hole, that is the end of the process."""
+    (tmpfs / "filler").write_bytes(bytes(shutil.disk_usage(tmpfs).free - (left << 10)))
+    daemon = DaemonProcess(tmpfs / "data", *SIZES)
+    with contextlib.suppress(ConnectionLost):
+        daemon.wait_ready()
+        daemon.kill()
+        return
+    assert daemon.wait_exit(20) == 2
+    assert "No space left on device" in daemon.lines[-1]
 
 
 def test_a_newer_format_is_refused_untouched(data_dir: Path) -> None:

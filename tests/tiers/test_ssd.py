@@ -238,7 +238,7 @@ def test_an_index_whose_file_is_missing_is_not_emptied(blob_file: BlobFile, tmp_
     blob_file.close()
     away = tmp_path / "away"
     extents_beside(tmp_path).rename(away)
-    with pytest.raises(DataDirError, match="is missing, in which the index"):
+    with pytest.raises(DataDirError, match="is missing or empty, in which the index"):
         BlobFile(tmp_path, 16 << 20)
     assert not extents_beside(tmp_path).exists()
     away.rename(extents_beside(tmp_path))

@@ -18,7 +18,7 @@ import lmdb
 
 from kvstore.errors import DataDirError, NotFound
 from kvstore.folders import sync_folder
-from kvstore.lmdb_files import is_marked
+from kvstore.lmdb_files import entries_of, is_marked
 from kvstore.lmdb_find import Damaged
 from kvstore.radix.journal import Journal
 from kvstore.store.checking.verify import lost_slots
@@ -104,6 +104,11 @@ class _Migration:
     def _load(self) -> None:
         """All namespaces, with the rows of the blobs that pages need."""
         if not self._dir.journal.exists():
+            if blobs := entries_of(self._dir.blobs):
+                raise DataDirError(
+                    f"{self._dir.journal} is missing, without which nobody knows what the {blobs} entries in {self._dir.blobs} are: "
+                    "put it back; nothing was changed"
+                )
             return
         try:
             if is_marked(self._dir.journal):
