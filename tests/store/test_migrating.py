@@ -115,6 +115,36 @@ async def test_killed_at_any_step_it_starts_over(tmp_path: Path) -> None:
         all_verifies(copy)
 
 
+async def test_killed_at_any_step_it_keeps_what_could_not_be_read(tmp_path: Path) -> None:
+    await old_store(tmp_path / "d", SMALLEST)
+    with (tmp_path / "d" / "blobs" / "data.mdb").open("r+b") as opened:
+        opened.truncate(40 * 4096)
+    old = contents(tmp_path / "d" / "blobs") | {"unread": b""}
+    (tmp_path / "copies").mkdir()
+    process = forking().Process(target=die_at_every_step, args=(str(tmp_path / "d"), str(tmp_path / "copies")))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    copies = list((tmp_path / "copies").iterdir())
+    assert len(copies) > 12
+    for copy in copies:
+        report = quietly(copy)
+        assert contents(copy / "blobs.format1.damaged") == old, copy.name
+        assert not (copy / "blobs.format1").exists()
+        assert (report.kept is None) <= (report.from_format == FORMAT)
+        assert quietly(copy).kept is None
+        assert contents(copy / "blobs.format1.damaged") == old, "another run is nothing to do"
+
+
+async def test_without_its_journal_it_is_left_alone(tmp_path: Path) -> None:
+    await old_store(tmp_path)
+    shutil.rmtree(tmp_path / "journal")
+    before = contents(tmp_path)
+    with pytest.raises(DataDirError, match="journal is missing"):
+        quietly(tmp_path)
+    assert contents(tmp_path) == before
+
+
 @contextmanager
 def file_limit(nbytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -200,7 +230,7 @@ async def test_old_blobs_that_can_not_be_read_are_kept(tmp_path: Path, kept: int
     assert report.moved_blobs + report.lost_blobs == BLOBS + 3 * len(PARTS)
     assert (report.lost_blobs > 0, report.moved_blobs > 0) == (True, kept == 40 * 4096)
     assert (report.lost_pages == PAGES + 3) is (report.moved_blobs == 0)
-    damaged = tmp_path / "blobs.damaged"
+    damaged = tmp_path / "blobs.format1.damaged"
     assert (report.kept, damaged.exists()) == ((None, False) if kept is None else (str(damaged), True))
     async with Store(config(tmp_path, ssd_bytes=SSD)) as store:
         for context in CONTEXTS:

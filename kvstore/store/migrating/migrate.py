@@ -37,6 +37,8 @@ _RECORD_BYTES = 160
 """Of the new index, for a blob, in pages that are half full."""
 _ROOM_BYTES = 64 << 20
 """What the index may have beside it, for pages that a batch frees and can't write over yet."""
+_UNREAD = "unread"
+"""A mark in the old folder: the disk may still have some of it that could not be read."""
 
 Tell = Callable[[str, int, int], object]
 """Told the namespace's name, the bytes of stored blobs that are done, and those of all."""
@@ -92,6 +94,7 @@ class _Migration:
     def _start_over(self) -> None:
         """As if no migration had begun. One that ended while it put the new files in place is undone."""
         if self._old.exists():
+            (self._old / _UNREAD).unlink(missing_ok=True)
             shutil.rmtree(self._dir.blobs, ignore_errors=True)
             extents_beside(self._dir.blobs).unlink(missing_ok=True)
             self._old.rename(self._dir.blobs)
@@ -189,12 +192,15 @@ class _Migration:
         extents_beside(self._new).rename(extents_beside(self._dir.blobs))
         self._new.rename(self._dir.blobs)
         sync_folder(self._dir.path)
+        if self._unread:
+            (self._old / _UNREAD).touch(mode=0o600)
+            sync_folder(self._old)
         self._dir.set_format(FORMAT)
 
     def _leave_the_old(self) -> None:
-        """Delete the old blobs; if some could not be read, keep them for who knows how to."""
-        if self._unread:
-            kept = self._dir.path / "blobs.damaged"
+        """Delete the old blobs; if some could not be read, now or by the migration that this goes on behind, keep them for who can."""
+        if (self._old / _UNREAD).exists():
+            kept = self._dir.path / "blobs.format1.damaged"  # not blobs.damaged: a daemon that salvages its index deletes that
             shutil.rmtree(kept, ignore_errors=True)
             self._old.rename(kept)
             self._report.kept = str(kept)
