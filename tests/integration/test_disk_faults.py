@@ -206,6 +206,31 @@ def test_reads_that_fail_are_misses(failing: tuple[DaemonProcess, Path]) -> None
         assert state(daemon)["state"] == "ok"
 
 
+def test_a_disk_that_is_away_for_a_while_costs_nothing(failing: tuple[DaemonProcess, Path], data_dir: Path) -> None:
+    """What was durable is not given up for a cable that was loose: it is a miss until the disk is back."""
+    daemon, faults = failing
+    seeds = range(0, 3000, 10)  # more than fits into DRAM
+    with Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        for seed in seeds:
+            namespace.put(context(seed), content(context(seed)), durable=True)
+        for kind in ("read", "write"):
+            (faults / kind).touch()
+        misses = 0
+        for seed in seeds:
+            try:
+                fetch_checked(namespace, context(seed))
+            except NotFound:
+                misses += 1
+        assert misses > 50
+        for kind in ("read", "write"):
+            (faults / kind).unlink()
+        wait_for("recovery", lambda: bool(state(daemon)["state"] == "ok"))
+        assert all(fetch_checked(namespace, context(seed)) == PAGE_COUNT for seed in seeds)
+    daemon.kill()
+    all_there(data_dir, list(seeds))
+
+
 def test_a_disk_that_hangs(failing: tuple[DaemonProcess, Path]) -> None:
     daemon, faults = failing
     with Client(daemon.endpoint) as client:

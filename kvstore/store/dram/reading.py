@@ -24,7 +24,7 @@ from kvstore.store.stats import Stats
 from kvstore.store.waits import finish_despite_cancel
 from kvstore.tiers.blobs import NO_SLOT
 from kvstore.tiers.dram import Arena
-from kvstore.tiers.ssd import BlobFile
+from kvstore.tiers.ssd import BlobFile, Unreadable
 
 _log = logging.getLogger("kvstore.reading")
 _STAGING_BLOBS = 4
@@ -278,11 +278,14 @@ class Reading:
             nbytes = space.stored_bytes(row)
         except NotFound as error:
             self._stats.corrupt_blobs += isinstance(error, Corrupt)
+            away = isinstance(error, Unreadable) and not await self._writeback.disk_is_well()
             if self.resident(space, row) is not None:
                 if blobs.on_ssd[row]:  # else the copy went while it was read, as it was not needed any more
                     _log.error("a copy on SSD is bad, and DRAM has a good one: %s", error.message)
                     self._writeback.mend(space, row)
                 return False
+            if away:  # it may give all of it another time
+                raise
             _log.error("dropping the pages of a lost blob: %s", error.message)
             blobs.on_ssd[row] = False
             self._lose(space, row)

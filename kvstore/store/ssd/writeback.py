@@ -87,6 +87,17 @@ class Writeback:
         self._wake.set()
         return self.state.failed(error)
 
+    async def disk_is_well(self) -> bool:
+        """Whether the disk takes a write now. One that does not, and gave an error for a read, says nothing of what was to be read."""
+        if self.state.ok:
+            async with self.lock:
+                if self.state.ok:
+                    try:
+                        await self._in_executor(self._write_probe)
+                    except (lmdb.Error, OSError) as error:
+                        self.failed(error)
+        return self.state.ok
+
     def queue(self, space: Space, key: bytes, *, rewrite: bool = False) -> None:
         """Make a page and its ancestors durable in the background, if that is possible and not too much is waiting already."""
         nbytes = self._cost_of(space, key)
