@@ -168,6 +168,7 @@ class Store:
             lambda wanted, tenant: self._residency.make_ssd_room(wanted, self._clock.now(), tenant), self._arena.view, config.batch_bytes,
             self._clock.now,
             self._residency.ssd_budget, config.durable_wait_s, lambda: self.replacement.ready(SSD),
+            self._residency.ssd_is_full,
         )  # fmt: skip
         self._residency.writeback = self._writeback
         self.reading = Reading(

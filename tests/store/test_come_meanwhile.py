@@ -121,7 +121,7 @@ async def test_a_page_that_leaves_ssd_while_a_fetch_waits_for_a_buffer_stays(tmp
             await full.aclose()
             space.remove_page(_slot(space, 100), ghosts=False)
             (await store.reading.hold(space, row)).release()  # somebody else has it brought up
-            evict_ssd(space, 1 << 40, 1e12, store.blob_file.footprint, store._residency._worth_on_ssd)
+            evict_ssd([space], 1 << 40, 1e12, store.blob_file.footprint, store._residency._worth_on_ssd)
             assert store.reading.resident(space, row) is not None
             assert not space.blobs.on_ssd[row]
         held = await reader

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import nth_least
+from kvstore.errors import NoSpace
 from kvstore.radix.leaf_first import least
 from kvstore.radix.pages import DURABLE, RECIPE, Slots
 from kvstore.store.space import WANTED, Space
@@ -191,34 +193,49 @@ def discard(unit: Unit) -> bool:
     return True
 
 
-def evict_ssd(space: Space, wanted: int, now: float, footprint: Callable[[int], int], worth: Worth) -> int:
-    """Give up the least valuable durable units of a namespace until `wanted` bytes on SSD will be free. Returns the bytes.
+def evict_ssd(spaces: Iterable[Space], wanted: int, now: float, footprint: Callable[[int], int], worth: Worth) -> int:
+    """Give up the least valuable durable units of all these namespaces until `wanted` bytes on SSD will be free. Returns the bytes.
 
     Pages that are leased, retained or wanted stay. `footprint` says what a stored form takes up on SSD.
     """
-    tree = space.tree
-    if space.keeps_all:
+    each = [(space, units) for space in spaces if len((units := _on_ssd(space, now)).slot)]
+    if not each:
         return 0
-    slots = tree.live_slots()
+    # Usually a few do; but pages that share their blobs free nothing until the last of them goes.
+    count = sum(len(units.slot) for _, units in each)
+    likely = min(64 + 4 * wanted // max(1, min(footprint(space.spec.page_bytes) for space, _ in each)), count)
+    valued = _valued(each, likely * min(int(units.nbytes.min()) for _, units in each), worth)
+    shared = any(space.blobs.count < space.tree.parts.slots.used for space, _ in each)
+    freed = 0
+    for most in (likely, count) if shared else (likely,):
+        for unit in _least_of_all(valued, most):
+            if freed >= wanted:
+                return freed
+            freed += _give_up_on_ssd(unit, footprint)
+    return freed
+
+
+def _on_ssd(space: Space, now: float) -> _Units:
+    """What is on SSD and may go."""
+    tree, slots = space.tree, space.tree.live_slots()
+    if space.keeps_all:
+        slots = slots[:0]
     if space.guarded:
         slots = slots[(tree.pages.flags[slots] & RECIPE) != 0]
     slots = slots[(tree.pages.flags[slots] & (DURABLE | WANTED)) == DURABLE]
     slots = slots[(tree.pages.leases[slots] == 0) & (tree.pages.retain[slots] <= now)]
     owner, part = tree.parts.of(tree.pages.part[slots])
     named = tree.parts.durable[part]
-    units = _units(space, slots, owner[named], part[named], space.blobs.stored_of(tree.parts.blob[part[named]]))
-    # Usually a few do; but pages that share their blobs free nothing until the last of them goes.
-    if not len(units.slot):
-        return 0
-    likely = min(64 + 4 * wanted // max(1, footprint(space.spec.page_bytes)), len(units.slot))
-    ((_, units),) = _valued([(space, units)], likely * int(units.nbytes.min()), worth)
-    freed = 0
-    for count in (likely, len(units.slot)) if space.blobs.count < tree.parts.slots.used else (likely,):
-        for unit in _listed(space, units.least(count)):
-            if freed >= wanted:
-                return freed
-            freed += _give_up_on_ssd(unit, footprint)
-    return freed
+    return _units(space, slots, owner[named], part[named], space.blobs.stored_of(tree.parts.blob[part[named]]))
+
+
+def _least_of_all(each: list[tuple[Space, _Units]], count: int) -> list[Unit]:
+    """The `count` least valuable units of all namespaces, in that order; of equals the coldest first."""
+    highest = nth_least(np.concatenate([units.value for _, units in each]), count - 1)
+    low = [(space, units, int((units.value <= highest).sum())) for space, units in each]
+    found = [unit for space, units, most in low for unit in _listed(space, units.least(min(most, count)))]
+    found.sort(key=lambda unit: (unit.value, unit.recency))
+    return found[:count]
 
 
 NOT_DISCARDED = "may not be discarded"
@@ -238,6 +255,19 @@ def kept_on_ssd_as(spaces: Iterable[Space], now: float) -> str:
         each = (pages.leases[slots] > held).any(), held.any(), (pages.retain[slots] > now).any(), kept
         why = {text: before or bool(now) for (text, before), now in zip(why.items(), each, strict=True)}
     return " or ".join(text for text, holds in why.items() if holds) or "is being written"
+
+
+def ssd_is_full(own: Iterable[Space], others: Iterable[Space], now: float) -> NoSpace:
+    """What a tenant with the namespaces `own` is told when nothing on SSD can go. What keeps that of others is not for it to know."""
+    own, others = ([space for space in spaces if _has_durable(space)] for spaces in (own, others))
+    if not own:
+        return NoSpace("the SSD tier is full of what others have there, which can't go now")
+    beside = ", and of what others have there nothing can go now" if others else ""
+    return NoSpace(f"the SSD tier is full, and what {'you have' if others else 'is'} there {kept_on_ssd_as(own, now)}{beside}")
+
+
+def _has_durable(space: Space) -> bool:
+    return bool((space.tree.pages.flags[space.tree.live_slots()] & DURABLE).any())
 
 
 def _give_up_on_ssd(unit: Unit, footprint: Callable[[int], int]) -> int:

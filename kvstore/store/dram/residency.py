@@ -11,7 +11,17 @@ import numpy as np
 from kvstore.columns import distinct
 from kvstore.errors import Busy, DiskFailing, KVStoreError, NoSpace
 from kvstore.radix.pages import Slots
-from kvstore.store.dram.eviction import NOT_DISCARDED, OF_PUTS, Unit, discard, dram_victims, evict_ssd, free_dram, kept_on_ssd_as
+from kvstore.store.dram.eviction import (
+    NOT_DISCARDED,
+    OF_PUTS,
+    Unit,
+    discard,
+    dram_victims,
+    evict_ssd,
+    free_dram,
+    kept_on_ssd_as,
+    ssd_is_full,
+)
 from kvstore.store.dram.replacement import DRAM, SSD, Replacement
 from kvstore.store.dram.spares import Spares
 from kvstore.store.dram.vacate import Vacator
@@ -357,10 +367,10 @@ class Residency:
 
     def make_ssd_room(self, wanted: int, now: float, tenant: str | None = None) -> int:
         """Give up the coldest unprotected pages on SSD (of a tenant, if given). Returns the bytes that the next commit will free."""
-        freed = 0
-        spaces = sorted((s for s in self._of(tenant) if not s.loading), key=lambda s: s.blobs.count, reverse=True)
-        for space in spaces:
-            if freed >= wanted:
-                break
-            freed += evict_ssd(space, wanted - freed, now, self._blob_file.footprint, self._worth_on_ssd)
-        return freed
+        spaces = [space for space in self._of(tenant) if not space.loading]
+        return evict_ssd(spaces, wanted, now, self._blob_file.footprint, self._worth_on_ssd)
+
+    def ssd_is_full(self, tenant: str) -> NoSpace:
+        """What a tenant is told when no room could be made on SSD."""
+        others = [space for space in self._spaces() if space.settings.tenant != tenant]
+        return ssd_is_full(self._of(tenant), others, self.writeback.now())

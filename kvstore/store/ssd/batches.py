@@ -37,11 +37,12 @@ class Batch:
 
 
 class Batches:
-    """`make_ssd_room` evicts, of all or of one tenant; `view` shows a DRAM slot."""
+    """`make_ssd_room` evicts, of all or of one tenant; `view` shows a DRAM slot; `is_full` is what a tenant is told."""
 
     def __init__(
         self, blob_file: BlobFile, trash: Trash, stats: Stats, make_ssd_room: Callable[[int, str | None], int],
         view: Callable[[int], memoryview], now: Callable[[], float], budget: Callable[[Callable[[int, str], int]], SsdBudget],
+        is_full: Callable[[str], NoSpace],
     ) -> None:  # fmt: skip
         self._blob_file = blob_file
         self._trash = trash
@@ -50,6 +51,7 @@ class Batches:
         self._view = view
         self._now = now
         self._budget = budget
+        self._is_full = is_full
 
     def build(self, requests: list[WriteRequest]) -> Batch:
         """The next batch: of those requests that there is room for, the others are answered, and of the trash."""
@@ -57,12 +59,14 @@ class Batches:
         wanted: dict[tuple[int, bytes], Space] = {}
         requests = [request for request in requests if not request.space.dropped]
         estimate = self._plan_within_quotas(requests, wanted)
-        refused = self._fit(estimate, {request.space.number: request.space for request in requests}.values())
-        if refused is None:
+        if self._fit(estimate, {request.space.number: request.space for request in requests}.values()):
             self._fill(batch, wanted)
         else:
+            told: dict[str, NoSpace] = {}  # once a tenant: it looks at every page
             for request in requests:
-                request.fail(refused)
+                tenant = request.space.settings.tenant
+                told[tenant] = told.get(tenant) or self._is_full(tenant)
+                request.fail(told[tenant])
         self._rewrite_outdated(batch)
         batch.dropped, self._trash.namespaces = self._trash.namespaces, []
         batch.records.delete_pages = [record for record in self._trash.records if record[0] not in batch.dropped]
@@ -151,8 +155,8 @@ class Batches:
                 stored = self._view(int(space.blobs.slot[row]))[: space.stored_bytes(row)]
                 batch.blobs.put.append((number, space.blobs.id_of(row), stored))
 
-    def _fit(self, needed: int, spaces: Iterable[Space]) -> NoSpace | None:
-        """Make room on SSD for the batch, among pages that it does not need."""
+    def _fit(self, needed: int, spaces: Iterable[Space]) -> bool:
+        """Make room on SSD for the batch, among pages that it does not need. False if there is not enough."""
         usage = self._blob_file.usage()
         free = usage.capacity - usage.used + sum(self._blob_file.footprint(stored) for _, _, stored in self._trash.blobs)
         missing = needed - free
@@ -160,11 +164,7 @@ class Batches:
             missing -= self._make_ssd_room(missing, None)
         for space in spaces:
             space.clear_wanted()
-        if missing > 0:
-            return NoSpace(
-                "the SSD tier is full, and what is there is leased, of puts under way, or durable and kept for retention_s of its namespace"
-            )
-        return None
+        return missing <= 0
 
     def put_back(self, batch: Batch) -> None:
         """The disk did not take a batch: what it was to delete is trash again, and so is what it may have written."""

@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 
 import lmdb
 
-from kvstore.errors import Busy, KVStoreError
+from kvstore.errors import Busy, KVStoreError, NoSpace
 from kvstore.radix.journal import Journal, JournalBatch
 from kvstore.store.quotas import SsdBudget
 from kvstore.store.space import Space
@@ -45,13 +45,14 @@ class Writeback:
         self, blob_file: BlobFile, journal: Journal, executor: Executor, trash: Trash, stats: Stats,
         make_ssd_room: Callable[[int, str | None], int], view: Callable[[int], memoryview], batch_bytes: int, now: Callable[[], float],
         budget: Callable[[Callable[[int, str], int]], SsdBudget], wait_s: float, before_room: Callable[[], Awaitable[None]],
+        is_full: Callable[[str], NoSpace],
     ) -> None:  # fmt: skip
         self._blob_file = blob_file
         self.journal = journal
         self._executor = executor
         self._trash = trash
         self._stats = stats
-        self._batches = Batches(blob_file, trash, stats, make_ssd_room, view, now, budget)
+        self._batches = Batches(blob_file, trash, stats, make_ssd_room, view, now, budget, is_full)
         self._batch_bytes = batch_bytes
         self.now = now
         self._wait_s = wait_s
