@@ -4,6 +4,7 @@ LMDB has no page checksums. Records verify themselves, but a flipped bit in a br
 Whoever meets that marks the environment; the next one to open it copies what is readable into a fresh file.
 """
 
+import errno
 import logging
 import os
 import resource
@@ -78,7 +79,11 @@ def open_readonly(path: Path) -> lmdb.Environment:
 
 @contextmanager
 def writing(env: lmdb.Environment, path: Path) -> Iterator[lmdb.Transaction]:
-    """A write transaction of the environment in a folder. Raises lmdb.Error or OSError, nothing done; damage is marked."""
+    """A write transaction of the environment in a folder. Raises lmdb.Error or OSError, nothing done; damage is marked.
+
+    A file that was deleted takes no more: what is in it ends with the process.
+    """
+    _see_that_it_is_there(path)
     try:
         with env.begin(write=True) as txn:
             yield txn
@@ -97,6 +102,7 @@ def probe(
 
     An environment that gave up when a write failed is opened anew first.
     """
+    _see_that_it_is_there(path)
     try:
         _put(env, keys, value)
     except (lmdb.PanicError, lmdb.BadTxnError):
@@ -105,6 +111,11 @@ def probe(
     with writing(env, path) as txn:
         for key in keys:
             txn.delete(key)
+
+
+def _see_that_it_is_there(path: Path) -> None:
+    if not (path / DATA_FILE).exists():
+        raise FileNotFoundError(errno.ENOENT, f"{path / DATA_FILE} was deleted while it was in use")
 
 
 def _put(env: lmdb.Environment, keys: Sequence[bytes], value: Callable[[], bytes]) -> None:
@@ -175,9 +186,9 @@ def no_room(path: Path, *others: Path) -> bool:
 
     LMDB calls a write that was cut short an I/O error, whatever cut it.
     """
-    disk = os.statvfs(path)
+    disk = os.statvfs(path.parent)  # whoever deletes the folder is told that
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    grown = max(file.stat().st_size for file in (path / DATA_FILE, *others)) + _ROOM
+    grown = max(size_of(file) for file in (path / DATA_FILE, *others)) + _ROOM
     return disk.f_bavail * disk.f_frsize < _ROOM or (limit != resource.RLIM_INFINITY and grown > limit)
 
 

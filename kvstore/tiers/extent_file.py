@@ -4,6 +4,7 @@ What is large is read past the page cache straight into where it belongs, if tha
 What is small, or in the page cache anyway, is read through it.
 """
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -77,8 +78,10 @@ class ExtentFile:
             _skip(buffers, done)
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk. Raises OSError."""
+        """Return when all that was written is on the disk. Raises OSError, also if the file was deleted: then it ends with the process."""
         os.fdatasync(self._fd)
+        if not os.fstat(self._fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "the file of extents was deleted while it was in use")
 
     def read(
         self, extents: Sequence[Extent], start: int, end: int, out: memoryview, *, uncached: bool, to_end: bool = False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.errors import DiskFailing
 from kvstore_client import Client, ConnectionLost
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.integration.pages import content, context, fetch_checked, open_namespace
@@ -88,6 +89,21 @@ def test_without_a_file_it_does_not_start(data_dir: Path, tmp_path: Path, name: 
         shutil.rmtree(data_dir / path) if (data_dir / path).is_dir() else (data_dir / path).unlink()
     with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
         open_namespace(client).put(context(100), content(context(100)), durable=True)
+
+
+@pytest.mark.parametrize("name", ["journal", "blobs", "blobs.extents"])
+def test_files_deleted_under_a_daemon_take_nothing_durable(data_dir: Path, name: str) -> None:
+    """They are there as long as the daemon has them open, and no longer."""
+    with DaemonProcess(data_dir, *SIZES) as daemon, Client(daemon.endpoint) as client:
+        namespace = open_namespace(client)
+        namespace.put(context(1), content(context(1)), durable=True)
+        shutil.rmtree(data_dir / name) if (data_dir / name).is_dir() else (data_dir / name).unlink()
+        with pytest.raises(DiskFailing, match="was deleted"):
+            namespace.put(context(100), content(context(100)), durable=True)
+        namespace.put(context(200), content(context(200)))
+        for seed in (1, 200):
+            assert fetch_checked(namespace, context(seed)) == 4
+        daemon.kill()
 
 
 @pytest.mark.parametrize("left", range(0, 96, 4))
