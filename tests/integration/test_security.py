@@ -148,7 +148,9 @@ def test_http_access(secured: DaemonProcess) -> None:
 
 def test_stat_is_of_the_tenant_or_for_an_admin_of_all(secured: DaemonProcess) -> None:
     tokens = context(40)
-    with client(secured, ALICE) as alice, client(secured, BOB):
+    with client(secured, ALICE) as alice, client(secured, BOB) as bob:
+        for left in bob.namespaces():  # by tests before
+            left.drop()
         alice.namespace("stat", "stat", SPEC).put(tokens, content(tokens), durable=True)
         mine, his, everything = (stat(secured.http, token) for token in (ALICE_READS, BOB, ADMIN))
     assert mine["tiers"]["dram"]["used"] >= 4 * SPEC.page_bytes

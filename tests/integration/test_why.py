@@ -55,6 +55,8 @@ def test_pages_in_use_and_abandoned_ones_are_explained(daemon: DaemonProcess) ->
     ("arguments", "code", "says"), [((), 1, "no page of this prefix is in"), (("--first-page", "-1"), 2, "first-page")]
 )
 def test_what_is_not_there(daemon: DaemonProcess, arguments: tuple[str, ...], code: int, says: str) -> None:
+    with Client(daemon.endpoint) as client:
+        open_namespace(client)
     done = ask(daemon, 999_000, *arguments)
     assert done.returncode == code
     assert says in done.stderr
