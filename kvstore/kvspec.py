@@ -241,35 +241,44 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class SliceLayout:
-    """Slice sizes of one part, in order. A slice is a group of whole layers, or a piece of one large layer."""
+    """Slice sizes of one part, in order: `pattern` so many times, then `rest`. A slice is some whole layers, or a piece of one.
 
-    sizes: tuple[int, ...]
+    There may be thousands: they are written out where they are asked for, as of a put that is taken.
+    """
+
+    pattern: tuple[int, ...]
+    times: int = 1
+    rest: tuple[int, ...] = ()
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of each slice."""
+        return self.pattern * self.times + self.rest
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Offset of each slice in the payload, and the payload's size as the last element."""
         return tuple(accumulate(self.sizes, initial=0))
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of the payload: the sum of the slices."""
-        return self.offsets[-1]
+        return sum(self.pattern) * self.times + sum(self.rest)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of slices."""
-        return len(self.sizes)
+        return len(self.pattern) * self.times + len(self.rest)
 
 
 @lru_cache(maxsize=256)
 def _slice_layout(layer_bytes: int, layers: int, max_slice: int, group_layers: int) -> SliceLayout:
     if layer_bytes <= max_slice:
-        group = min(max_slice // layer_bytes, group_layers or layers)
-        sizes = [layer_bytes * min(group, layers - first) for first in range(0, layers, group)]
-    else:
-        pieces = [min(max_slice, layer_bytes - offset) for offset in range(0, layer_bytes, max_slice)]
-        sizes = pieces * layers
-    return SliceLayout(tuple(sizes))
+        group = min(max_slice // layer_bytes, group_layers or layers, layers)
+        times, left = divmod(layers, group)
+        return SliceLayout((layer_bytes * group,), times, (layer_bytes * left,) if left else ())
+    times, left = divmod(layer_bytes, max_slice)
+    return SliceLayout((max_slice,) * times + ((left,) if left else ()), layers)
 
 
 def canonical_json(data: object) -> bytes:

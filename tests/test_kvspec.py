@@ -20,6 +20,8 @@ def test_slices_tile_the_part_at_layer_boundaries(layers: int, heads: int, head_
     layout, layer = spec.slice_layout(spec.whole()), spec.layer_bytes(spec.whole())
     assert layout.payload_bytes == spec.page_bytes == layers * layer
     assert max(layout.sizes) <= limit
+    assert (layout.count, layout.payload_bytes) == (len(layout.sizes), sum(layout.sizes))
+    assert len(layout.sizes) == spec._slice_count(spec.whole())
     boundaries = set(layout.offsets)
     assert boundaries >= {layer * i for i in range(layers)} if layer > limit else all(o % layer == 0 for o in boundaries)
 

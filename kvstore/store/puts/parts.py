@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.digests import DIGEST_BYTES
 from kvstore.errors import BadRequest
 from kvstore.kvspec import KVSpec, PartRange, SliceLayout
@@ -55,5 +58,14 @@ def _think_out(spec: KVSpec, ranges: tuple[PartRange, ...]) -> Parts:
     return Parts(
         layouts, tuple(accumulate((layout.count for layout in layouts), initial=0)), stored,
         tuple(Arena.slot_class("", size).slot_bytes for size in stored), whole_components(spec, ranges),
-        any(part.overlaps(other) for number, part in enumerate(ranges) for other in ranges[:number]),
+        bool(overlaps(ranges).any()),
     )  # fmt: skip
+
+
+def overlaps(ranges: tuple[PartRange, ...]) -> npt.NDArray[np.bool_]:
+    """Which (number, other number) of some ranges have something in common, the higher number first."""
+    known = np.array([(r.component, r.layer_lo, r.layer_hi, r.head_lo, r.head_hi) for r in ranges], np.int64)
+    component, layer_lo, layer_hi, head_lo, head_hi = known.T
+    meet = (component[:, np.newaxis] == component) & (layer_lo[:, np.newaxis] < layer_hi) & (layer_lo < layer_hi[:, np.newaxis])
+    meet &= (head_lo[:, np.newaxis] < head_hi) & (head_lo < head_hi[:, np.newaxis])
+    return np.tril(meet, -1)

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from kvstore.errors import BadRequest
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import KVSpec, PartRange
 from kvstore.radix.tree import Extras
-from kvstore.store.puts.parts import parts_of
+from kvstore.store.puts.parts import overlaps, parts_of
 
 
 class Ack(Enum):
@@ -58,9 +60,11 @@ def check_parts(spec: KVSpec, request: PutRequest, total_pages: int) -> None:
     for first, last in spans:
         if not request.first_page <= first < last <= total_pages:
             raise BadRequest(f"a part on the pages [{first}, {last}) of a put of the pages [{request.first_page}, {total_pages})")
-    for number, part in enumerate(ranges) if parts.overlapping else ():
-        for other in range(number):
-            if part.overlaps(ranges[other]) and (
-                not spans or max(spans[number][0], spans[other][0]) < min(spans[number][1], spans[other][1])
-            ):
-                raise BadRequest(f"two parts of component {part.component} overlap")
+    if not parts.overlapping:
+        return
+    both = overlaps(ranges)
+    if spans:
+        first, last = np.array(spans).T
+        both &= np.maximum(first[:, np.newaxis], first) < np.minimum(last[:, np.newaxis], last)
+    if both.any():
+        raise BadRequest(f"two parts of component {ranges[int(both.any(axis=1).argmax())].component} overlap")
