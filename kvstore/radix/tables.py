@@ -6,6 +6,7 @@ No tokens are looked at here, and nothing is changed: what matches is decided in
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.columns import ColumnSpec
 from kvstore.digests import DIGEST_BYTES, KEY_BYTES, NO_EXTRA
@@ -117,10 +118,15 @@ class TreeTables:
         owner, part = self.parts.of(self.pages.part[slots])
         return PartColumns(owner, self.parts.blob[part], self.parts.component[part], np.take(self.parts.ranges, part, axis=0))
 
+    def live(self, first: int, last: int) -> npt.NDArray[np.bool_]:
+        """Which of the slots [first, last) hold a page."""
+        alive: npt.NDArray[np.bool_] = self.pages.node[first:last] > ROOT
+        alive &= (self.pages.flags[first:last] & GHOST) == 0
+        return alive
+
     def live_slots(self) -> Slots:
         """The slots of all pages."""
-        high = self.pages.ranges.high
-        return np.flatnonzero((self.pages.node[:high] > ROOT) & ((self.pages.flags[:high] & GHOST) == 0)).astype(np.int32)
+        return np.flatnonzero(self.live(0, self.pages.ranges.high)).astype(np.int32)
 
     def ghost_slots(self) -> Slots:
         """The slots of all ghosts."""

@@ -12,7 +12,7 @@ from kvstore.lab.readers import ReadOptions, read_trace
 from kvstore.lab.trace import Trace
 from kvstore.store import Space, Store
 from kvstore.store.checking.check import check
-from kvstore.store.dram.eviction import dram_victims
+from kvstore.store.dram.eviction import InDram, dram_victims
 from kvstore.store.dram.replacement import DRAM
 from tests.store.test_sessions import turn
 from tests.store.test_store import Prefix, config, settings_named, tokens_of
@@ -81,7 +81,10 @@ def excerpt(trace: Trace) -> list[Request]:
 def order_to_go(store: Store, space: Space) -> list[bytes]:
     """All pages, the first to go first."""
     worth = store.replacement.values
-    units = dram_victims([space], 1 << 40, lambda candidates, wanted: worth(DRAM, candidates, wanted))
+    candidates = InDram(space)
+    while candidates.look():
+        pass
+    units = dram_victims([candidates], 1 << 40, lambda candidates, wanted: worth(DRAM, candidates, wanted))
     return [unit.key for unit in units]
 
 

@@ -11,7 +11,7 @@ from kvstore.hints import NO_HINTS, Ended, Hints, Turn
 from kvstore.radix.pages import Slots
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
 from kvstore.store.checking.check import check
-from kvstore.store.dram.eviction import dram_victims
+from kvstore.store.dram.eviction import InDram, dram_victims
 from kvstore.store.dram.replacement import DRAM
 from kvstore.store.session_ends import Line, SessionEnds
 from kvstore.store.uses import Asked, Use
@@ -55,7 +55,10 @@ def first_to_go(store: Store, space: Space, pages: int) -> set[bytes]:
     """The keys of so many pages that would go first if room were wanted."""
     found: list[bytes] = []
     worth = store.replacement.values
-    for unit in dram_victims([space], 1 << 40, lambda candidates, wanted: worth(DRAM, candidates, wanted)):
+    candidates = InDram(space)
+    while candidates.look():
+        pass
+    for unit in dram_victims([candidates], 1 << 40, lambda candidates, wanted: worth(DRAM, candidates, wanted)):
         if unit.key not in found:
             found.append(unit.key)
     return set(found[:pages])

@@ -4,7 +4,7 @@ A page's required components are one unit, of the value that the policy gives to
 old as the last use of a boundary that needed it: a window part behind every boundary in use goes long before its page.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,8 +47,12 @@ class Unit:
         return -1 if any(int(column[slot]) > self.recency for column in columns) else slot
 
 
+LOOKED_AT_ONCE = 32_768
+"""So many page slots are looked at in one go where all are: some 3 ms."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Units:
+class Units:
     """Candidates as columns: page slot, group (0 for the required components, then the optional ones), recency, bytes and value."""
 
     slot: Slots
@@ -57,18 +61,21 @@ class _Units:
     nbytes: npt.NDArray[np.int64]
     value: Values
 
-    def least(self, count: int) -> "_Units":
+    def least(self, count: int) -> "Units":
         """The `count` least valuable, in that order; of equals the coldest first."""
         places = least(self.value, count)
-        places = places[np.lexsort((self.recency[places], self.value[places]))[:count]]
-        return _Units(self.slot[places], self.group[places], self.recency[places], self.nbytes[places], self.value[places])
+        return self.chosen(places[np.lexsort((self.recency[places], self.value[places]))[:count]])
+
+    def chosen(self, which: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Units":
+        """Some of them."""
+        return Units(self.slot[which], self.group[which], self.recency[which], self.nbytes[which], self.value[which])
 
 
 Worth = Callable[[list[tuple[Space, Slots]], int], list[Values]]
 """What keeping pages (ascending slots by namespace) in a tier is worth, given how many are likely to go: the least goes first."""
 
 
-def _valued(each: list[tuple[Space, _Units]], wanted: int, worth: Worth) -> list[tuple[Space, _Units]]:
+def _valued(each: list[tuple[Space, Units]], wanted: int, worth: Worth) -> list[tuple[Space, Units]]:
     """Give units their values: to the required components that of the page.
 
     An optional one is worth as much, among the pages, as its own recency is recent among theirs.
@@ -87,21 +94,55 @@ def _valued(each: list[tuple[Space, _Units]], wanted: int, worth: Worth) -> list
             rank = np.searchsorted(np.sort(space.tree.pages.recency[own]), units.recency[part])
             at = at.copy()
             at[part] = np.sort(value)[np.minimum(rank, len(own) - 1)]
-        found.append((space, _Units(units.slot, units.group, units.recency, units.nbytes, at)))
+        found.append((space, Units(units.slot, units.group, units.recency, units.nbytes, at)))
     return found
 
 
-def dram_victims(
-    spaces: list[Space], wanted: int, worth: Worth, *, only_written: bool = False, refusing: Container[int] = ()
-) -> list[Unit]:
-    """The least valuable unleased units of all namespaces that together hold `wanted` bytes in DRAM, the least first.
+class InDram:
+    """The unleased units of a namespace that hold bytes in DRAM. They are looked for piece by piece: others may have a turn in between.
 
-    With `only_written`, only of pages that are on SSD as they are; so too of the namespaces (by number) that are `refusing` to
-    discard what can't be written.
+    With `only_written`, only those of pages that are on SSD as they are.
     """
-    each = [(space, _in_dram(space, only_written=only_written or space.number in refusing)) for space in spaces]
-    valued = _valued([(space, units) for space, units in each if len(units.slot)], wanted, worth)
-    found = [unit for space, units in valued for unit in _listed(space, units.least(-(-wanted // int(units.nbytes.min()))))]
+
+    def __init__(self, space: Space, *, only_written: bool = False) -> None:
+        self.space = space
+        self._only_written = only_written
+        self._next, self._last = 0, space.tree.pages.ranges.high
+        most = self._last * (1 + len(space.tree.rules.optional))
+        self._slot, self._group = np.empty(most, np.int32), np.empty(most, np.int64)  # its memory is paid for as it is filled
+        self._recency, self._nbytes = np.empty(most, np.int64), np.empty(most, np.int64)
+        self._count = 0
+
+    def look(self) -> int:
+        """Look at the next pages. Returns how many slots that were, 0 at the end."""
+        first, last = self._next, min(self._next + LOOKED_AT_ONCE, self._last)
+        if self.space.dropped or first == last:
+            return 0
+        units = _in_dram(self.space, first, last, only_written=self._only_written)
+        where = slice(self._count, self._count + len(units.slot))
+        self._slot[where], self._group[where], self._recency[where], self._nbytes[where] = (
+            units.slot,
+            units.group,
+            units.recency,
+            units.nbytes,
+        )
+        self._next, self._count = last, where.stop
+        return last - first
+
+    def units(self) -> Units:
+        """What was found, but for what has gone, or was leased, since."""
+        found = slice(0, 0 if self.space.dropped else self._count)
+        units = Units(self._slot[found], self._group[found], self._recency[found], self._nbytes[found], self._recency[found])
+        there = _free_to_go(self.space, 0, self._last).take(units.slot)
+        return units if there.all() else units.chosen(there)
+
+
+def dram_victims(candidates: list[InDram], wanted: int, worth: Worth) -> list[Unit]:
+    """The least valuable units that together hold `wanted` bytes in DRAM, the least first."""
+    each = [(one.space, units) for one in candidates if len((units := one.units()).slot)]
+    found = [
+        unit for space, units in _valued(each, wanted, worth) for unit in _listed(space, units.least(-(-wanted // int(units.nbytes.min()))))
+    ]
     found.sort(key=lambda unit: (unit.value, unit.recency))
     total = 0
     for number, unit in enumerate(found):
@@ -111,10 +152,17 @@ def dram_victims(
     return found
 
 
-def _in_dram(space: Space, *, only_written: bool) -> _Units:
+def _free_to_go(space: Space, first: int, last: int) -> npt.NDArray[np.bool_]:
+    """Which of the slots [first, last) hold a page that nobody needs under a lease."""
+    pages = space.tree.pages
+    fine = space.tree.live(first, last)
+    fine &= pages.leases[first:last] == pages.held[first:last]
+    return fine
+
+
+def _in_dram(space: Space, first: int, last: int, *, only_written: bool) -> Units:
     tree, blobs = space.tree, space.blobs
-    slots = tree.live_slots()
-    slots = slots[tree.pages.leases[slots] == tree.pages.held[slots]]
+    slots = (np.flatnonzero(_free_to_go(space, first, last)) + first).astype(np.int32)
     if only_written:
         slots = slots[~space.unwritten(slots)]
     owner, part = tree.parts.of(tree.pages.part[slots])
@@ -123,7 +171,7 @@ def _in_dram(space: Space, *, only_written: bool) -> _Units:
     return _units(space, slots, owner[resident], part[resident], slot_bytes_for(blobs.stored_of(rows[resident])))
 
 
-def _units(space: Space, slots: Slots, owner: Slots, part: Slots, nbytes: npt.NDArray[np.int64]) -> _Units:
+def _units(space: Space, slots: Slots, owner: Slots, part: Slots, nbytes: npt.NDArray[np.int64]) -> Units:
     """Sum up parts (`owner` indexes `slots`) by page and group: in the order of `slots`, those of a page in a row."""
     tree = space.tree
     if not tree.rules.optional:
@@ -131,7 +179,7 @@ def _units(space: Space, slots: Slots, owner: Slots, part: Slots, nbytes: npt.ND
         page = np.flatnonzero(total)
         slots, total = slots[page], total[page]
         last = tree.pages.recency[slots]
-        return _Units(slots, np.zeros(len(slots), np.int64), last, total, last)
+        return Units(slots, np.zeros(len(slots), np.int64), last, total, last)
     group_of = np.zeros(16, np.int64)
     for number, rule in enumerate(tree.rules.optional):
         group_of[rule.component] = number + 1
@@ -139,10 +187,10 @@ def _units(space: Space, slots: Slots, owner: Slots, part: Slots, nbytes: npt.ND
     np.add.at(sizes, (owner, group_of[tree.parts.component[part]]), nbytes)
     page, group = np.nonzero(sizes)
     recency = np.stack([tree.pages.recency[slots], *(column[slots] for column in tree.pages.part_recency)], axis=1)
-    return _Units(slots[page], group, recency[page, group], sizes[page, group], recency[page, group])
+    return Units(slots[page], group, recency[page, group], sizes[page, group], recency[page, group])
 
 
-def _listed(space: Space, units: _Units) -> list[Unit]:
+def _listed(space: Space, units: Units) -> list[Unit]:
     masks = [space.tree.rules.required, *(rule.bit for rule in space.tree.rules.optional)]
     columns = zip(
         units.slot.tolist(), units.group.tolist(), units.recency.tolist(), units.nbytes.tolist(), units.value.tolist(), strict=True
@@ -215,7 +263,7 @@ def evict_ssd(spaces: Iterable[Space], wanted: int, now: float, footprint: Calla
     return freed
 
 
-def _on_ssd(space: Space, now: float) -> _Units:
+def _on_ssd(space: Space, now: float) -> Units:
     """What is on SSD and may go."""
     tree, slots = space.tree, space.tree.live_slots()
     if space.keeps_all:
@@ -229,7 +277,7 @@ def _on_ssd(space: Space, now: float) -> _Units:
     return _units(space, slots, owner[named], part[named], space.blobs.stored_of(tree.parts.blob[part[named]]))
 
 
-def _least_of_all(each: list[tuple[Space, _Units]], count: int) -> list[Unit]:
+def _least_of_all(each: list[tuple[Space, Units]], count: int) -> list[Unit]:
     """The `count` least valuable units of all namespaces, in that order; of equals the coldest first."""
     highest = nth_least(np.concatenate([units.value for _, units in each]), count - 1)
     low = [(space, units, int((units.value <= highest).sum())) for space, units in each]

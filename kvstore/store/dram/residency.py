@@ -12,8 +12,10 @@ from kvstore.columns import distinct
 from kvstore.errors import Busy, DiskFailing, KVStoreError, NoSpace
 from kvstore.radix.pages import Slots
 from kvstore.store.dram.eviction import (
+    LOOKED_AT_ONCE,
     NOT_DISCARDED,
     OF_PUTS,
+    InDram,
     Unit,
     discard,
     dram_victims,
@@ -264,12 +266,12 @@ class Residency:
     async def _reclaim_once(self, wanted: int, tenant: str | None, refusing: Container[int]) -> int:
         freed, pending = 0, []
         self._refused = {}
-        await self._replacement.catch_up()
         await self._replacement.give_up_waiting()
+        candidates = await self._candidates(self._of(tenant), refusing)
+        await self._replacement.catch_up()
         if tenant is None:
             self._replacement.resize(DRAM, self._of(None))
-        worth = partial(self._worth_in_dram, whole=tenant is None)
-        victims = dram_victims(self._of(tenant), wanted, worth, only_written=not self.writeback.state.ok, refusing=refusing)
+        victims = dram_victims(candidates, wanted, partial(self._worth_in_dram, whole=tenant is None))
         for number, unit in enumerate(victims, 1):
             if not number % _UNITS_AT_A_TIME:
                 await asyncio.sleep(0)
@@ -287,6 +289,21 @@ class Residency:
             await self.announce_room()
         self.writeback.poke()  # what was discarded is to be deleted
         return freed
+
+    async def _candidates(self, spaces: list[Space], refusing: Container[int]) -> list[InDram]:
+        """What may go from DRAM, giving way to others in between: of namespaces (by number) that are `refusing`, and of all while the disk
+        fails, only what is on SSD.
+        """
+        only_written = not self.writeback.state.ok
+        found = [InDram(space, only_written=only_written or space.number in refusing) for space in spaces]
+        looked_at = 0
+        for one in found:
+            while slots := one.look():
+                looked_at += slots
+                if looked_at >= LOOKED_AT_ONCE:
+                    looked_at = 0
+                    await asyncio.sleep(0)
+        return found
 
     def _free(self, unit: Unit, slot: int) -> int:
         """Free what a unit has in DRAM, of a page that is on SSD. Returns the bytes."""
