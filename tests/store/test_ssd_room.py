@@ -1,5 +1,6 @@
 """Who makes room on SSD when it is full, and what those are told for whom none can be made."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from kvstore.errors import NoSpace
 from kvstore.radix.pages import DURABLE
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store
+from kvstore.store.checking.check import check
 from tests.store.test_store import OWNER, PARTS, SPEC, config, put, read, tokens_of
+from tests.waiting import until
 
 PAGE = 4 * 4096
 """What the three parts of a page take up."""
@@ -69,3 +72,18 @@ async def test_what_keeps_the_pages_of_others_is_not_told(tmp_path: Path) -> Non
             await put_all(store, hers, 0, PAGES)
         with pytest.raises(NoSpace, match=f"^the SSD tier is full, and what you have there is leased{beside}"):
             await put_all(store, his, 100, 1)
+
+
+async def test_what_fits_does_not_fail_with_what_does_not(tmp_path: Path) -> None:
+    async with Store(config(tmp_path, dram_bytes=4 << 20, ssd_bytes=PAGES * PAGE)) as store:
+        space = await space_of(store, "alice", retention_s=3600)
+        await put_all(store, space, 0, PAGES // 2)
+        async with store._writeback.lock:  # so that all of them wait, and go into one group commit
+            large = tuple(range(100, 100 + PAGES))
+            puts = [asyncio.create_task(put(store, space, prefix, b"v" * 16, Ack.DURABLE)) for prefix in ((50,), large, (51, 52))]
+            await until(lambda: len(store._writeback.backlog) == len(puts))
+        told = await asyncio.gather(*puts, return_exceptions=True)
+        assert [isinstance(one, NoSpace) for one in told] == [False, True, False], told
+        assert durable(space) == PAGES // 2 + 3
+        await store.settle()
+        check(store)

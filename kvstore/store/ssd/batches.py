@@ -3,7 +3,7 @@
 All on the loop's thread; `writeback.py` has them written.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.errors import NoSpace
@@ -36,6 +36,16 @@ class Batch:
     """Every row of every page of the batch: none may lose its SSD copy while the record that names it is written."""
 
 
+@dataclass(slots=True)
+class _Plan:
+    """Those requests that have room, in order; the pages that they need written, by name, ancestors first; and their blobs and bytes."""
+
+    requests: list[WriteRequest] = field(default_factory=list)
+    wanted: dict[tuple[int, bytes], Space] = field(default_factory=dict)
+    counted: dict[tuple[int, int], None] = field(default_factory=dict)
+    nbytes: int = 0
+
+
 class Batches:
     """`make_ssd_room` evicts, of all or of one tenant; `view` shows a DRAM slot; `is_full` is what a tenant is told."""
 
@@ -56,17 +66,13 @@ class Batches:
     def build(self, requests: list[WriteRequest]) -> Batch:
         """The next batch: of those requests that there is room for, the others are answered, and of the trash."""
         batch = Batch()
-        wanted: dict[tuple[int, bytes], Space] = {}
         requests = [request for request in requests if not request.space.dropped]
-        estimate = self._plan_within_quotas(requests, wanted)
-        if self._fit(estimate, {request.space.number: request.space for request in requests}.values()):
-            self._fill(batch, wanted)
-        else:
-            told: dict[str, NoSpace] = {}  # once a tenant: it looks at every page
-            for request in requests:
-                tenant = request.space.settings.tenant
-                told[tenant] = told.get(tenant) or self._is_full(tenant)
-                request.fail(told[tenant])
+        plan = self._plan_all(requests, self._budget(self._make_ssd_room).refuses)
+        if plan.nbytes > (room := self._room_for(plan.nbytes)):
+            plan = self._plan_all(plan.requests, self._refuses_beyond(room))
+        for space in {request.space.number: request.space for request in requests}.values():
+            space.clear_wanted()
+        self._fill(batch, plan.wanted)
         self._rewrite_outdated(batch)
         batch.dropped, self._trash.namespaces = self._trash.namespaces, []
         batch.records.delete_pages = [record for record in self._trash.records if record[0] not in batch.dropped]
@@ -86,22 +92,38 @@ class Batches:
                 record = encode_page(space.digest, space.page_record(slot, now, only_named=True))
                 batch.records.put_pages.append((space.number, key, record))
 
-    def _plan_within_quotas(self, requests: list[WriteRequest], wanted: dict[tuple[int, bytes], Space]) -> int:
-        """Plan each request that its tenant has room for; the others are answered. Returns the SSD bytes of the batch."""
-        budget, estimate = self._budget(self._make_ssd_room), 0
-        counted: dict[tuple[int, int], None] = {}
+    def _plan_all(self, requests: list[WriteRequest], refuses: Callable[[str, int], NoSpace | None]) -> _Plan:
+        """Plan each request that its tenant has room for; the others are answered. `refuses` is asked for so many bytes of a tenant."""
+        plan = _Plan()
         for request in requests:
-            pages, rows = len(wanted), len(counted)
-            footprint = self._plan(request, wanted, counted)
-            over = budget.refuses(request.space.settings.tenant, footprint)
+            pages, rows = len(plan.wanted), len(plan.counted)
+            footprint = self._plan(request, plan.wanted, plan.counted)
+            over = refuses(request.space.settings.tenant, footprint)
             if over is None:
-                estimate += footprint
+                plan.nbytes += footprint
+                plan.requests.append(request)
                 continue
-            for planned, before in ((wanted, pages), (counted, rows)):
+            for planned, before in ((plan.wanted, pages), (plan.counted, rows)):
                 while len(planned) > before:
                     planned.popitem()
             request.fail(over)
-        return estimate
+        return plan
+
+    def _refuses_beyond(self, room: int) -> Callable[[str, int], NoSpace | None]:
+        """Refuses who does not fit into what the tier has left for the batch, of which those before have had theirs."""
+        left = room
+        told: dict[str, NoSpace] = {}  # once a tenant: it looks at every page
+
+        def refuses(tenant: str, nbytes: int) -> NoSpace | None:
+            nonlocal left
+            if nbytes <= left:
+                left -= nbytes
+                return None
+            if tenant not in told:
+                told[tenant] = self._is_full(tenant)
+            return told[tenant]
+
+        return refuses
 
     def _plan(self, request: WriteRequest, wanted: dict[tuple[int, bytes], Space], counted: dict[tuple[int, int], None]) -> int:
         """Add the page and those ancestors that are not durable yet, ancestors first. Returns their SSD bytes."""
@@ -155,16 +177,11 @@ class Batches:
                 stored = self._view(int(space.blobs.slot[row]))[: space.stored_bytes(row)]
                 batch.blobs.put.append((number, space.blobs.id_of(row), stored))
 
-    def _fit(self, needed: int, spaces: Iterable[Space]) -> bool:
-        """Make room on SSD for the batch, among pages that it does not need. False if there is not enough."""
+    def _room_for(self, needed: int) -> int:
+        """Bytes that a batch may take of SSD, once room for it was made among pages that it does not need. May be less than it needs."""
         usage = self._blob_file.usage()
         free = usage.capacity - usage.used + sum(self._blob_file.footprint(stored) for _, _, stored in self._trash.blobs)
-        missing = needed - free
-        if missing > 0:
-            missing -= self._make_ssd_room(missing, None)
-        for space in spaces:
-            space.clear_wanted()
-        return missing <= 0
+        return free + (self._make_ssd_room(needed - free, None) if needed > free else 0)
 
     def put_back(self, batch: Batch) -> None:
         """The disk did not take a batch: what it was to delete is trash again, and so is what it may have written."""
