@@ -63,7 +63,7 @@ class Namespaces:
                 there = space.settings
                 others = _differences({name: (getattr(there, name), getattr(settings, name)) for name in _SETTINGS})
                 raise Conflict(
-                    f"this model fingerprint and KV spec have a namespace, {there.name!r} ({space.id}); there {others}; {_FIXED}"
+                    f"this model fingerprint and KV spec have a namespace, {there.name!r} ({space.id}), whose {others}; {_FIXED}"
                 )
             if settings.prefill and settings.prefill != space.settings.prefill:
                 await self._put_record(space, settings)

@@ -99,7 +99,7 @@ def test_namespaces_come_and_go(http: str) -> None:
     for changes, words in (
         ({"fingerprint": "g"}, f"the name 'web' is taken by {name}, which has another model fingerprint; {another}"),
         ({"spec": SPEC.to_dict() | {"components": components}}, f"which has another KV spec (components.0.layers is 8, not 3); {another}"),
-        ({"name": "other", "recipes": True}, f'; there name is "web", not "other", recipes is false, not true; {fixed}'),
+        ({"name": "other", "recipes": True}, f', whose name is "web", not "other", recipes is false, not true; {fixed}'),
     ):
         answer = ask(f"{http}/v1/namespaces", "POST", body | changes)
         assert problem(answer) == (409, "conflict")
