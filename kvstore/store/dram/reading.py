@@ -79,11 +79,14 @@ class Reading:
         self._stats = stats
         self._allocate = allocate
         self._room_wait_s = min(_ROOM_WAIT_S, wait_s)
-        self._no_room_until = 0.0
+        self._no_room_until: dict[str, float] = {}
+        """By tenant (monotonic): each may have a quota of its own."""
         self._writeback = writeback
         self._reads = reads
         self._loading: dict[tuple[int, int], tuple[Arriving, asyncio.Task[None]]] = {}
         self._staging = asyncio.Semaphore(_STAGING_BLOBS)
+        self._under_way: set[asyncio.Future[None]] = set()
+        """Reads from SSD, also those around DRAM."""
         self.ahead = ReadAhead(self.promote, self._idle, stats)
         self._stopped = False
 
@@ -197,8 +200,8 @@ class Reading:
             done.exception()  # seen: those who waited for it may all be gone
 
     async def _idle(self) -> None:
-        while self._loading:
-            await asyncio.wait([task for _, task in self._loading.values()])
+        while under_way := [*(task for _, task in self._loading.values()), *self._under_way]:
+            await asyncio.wait(under_way)
 
     async def stop(self, wait_s: float) -> bool:
         """End what is being read into DRAM; nothing more will be. False if a read does not end within `wait_s`."""
@@ -223,12 +226,13 @@ class Reading:
 
     async def _load_into_slot(self, space: Space, row: int, arriving: Arriving) -> None:
         stored = space.stored_bytes(row)
-        wait_s = self._room_wait_s if time.monotonic() >= self._no_room_until else 0.0
+        tenant = space.settings.tenant
+        wait_s = self._room_wait_s if time.monotonic() >= self._no_room_until.get(tenant, 0.0) else 0.0
         try:
             slot = await self._allocate(space, stored, wait_s)
         except (Busy, NoSpace) as error:
             if wait_s:
-                self._no_room_until = time.monotonic() + _NO_ROOM_S
+                self._no_room_until[tenant] = time.monotonic() + _NO_ROOM_S
             if space.blobs.slot[row] != NO_SLOT:
                 return
             raise Busy(error.message, retry_after_ms=error.retry_after_ms or 1000) from error  # it is read around DRAM then
@@ -272,6 +276,8 @@ class Reading:
         read = loop.run_in_executor(
             self._readers, partial(self._blob_file.read, space.number, blobs.id_of(row), blobs.layout_of(row), target, arrived=arrived)
         )
+        self._under_way.add(read)
+        read.add_done_callback(self._under_way.discard)
         try:
             # Shielded: the thread writes into `target` until it is done, so the slot must not be freed before.
             await finish_despite_cancel(read)
