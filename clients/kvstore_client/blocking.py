@@ -85,9 +85,10 @@ class Client:
 
     def close(self) -> None:
         """Close all connections; the daemon ends this client's leases and puts. Once is enough. After a fork only its maker can."""
-        if not self._thread.stopped and os.getpid() == self._process:
+        if not self._thread.over and os.getpid() == self._process:
             self._direct.close()
-            self._thread.run(self._client.close())
+            with contextlib.suppress(BadRequest):  # it is closed already, or by another thread meanwhile
+                self._thread.run(self._client.close())
             self._thread.stop()
 
     def __del__(self) -> None:

@@ -12,6 +12,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+_LOOK_S = 0.5
+"""So often who waits looks whether the loop still runs: one that is closed ends nothing, and tells nobody."""
+
 
 class Bell:
     """Wakes the one thread that waits for what others change: change it, ring, and it looks again."""
@@ -33,7 +36,7 @@ class Bell:
 
 
 class Job(Generic[T]):
-    """A coroutine that runs in a loop, for one other thread that may wait for it."""
+    """A coroutine that runs in a loop, for one other thread that may wait for it. With the loop it is over, too: cancelled."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> None:
         self._loop = loop
@@ -41,7 +44,12 @@ class Job(Generic[T]):
         self._over = Bell()
         self._task: asyncio.Task[T] | None = None
         self._given_up = False
-        loop.call_soon_threadsafe(self._start)
+        try:
+            loop.call_soon_threadsafe(self._start)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+            work.close()
 
     def _start(self) -> None:
         self._task = self._loop.create_task(self._work)
@@ -57,7 +65,7 @@ class Job(Generic[T]):
     @property
     def done(self) -> bool:
         """Whether it has ended."""
-        return self._task is not None and self._task.done()
+        return (self._task is not None and self._task.done()) or self._loop.is_closed()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, so long at most. Returns whether it has. Blocking."""
@@ -66,14 +74,15 @@ class Job(Generic[T]):
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            self._over.wait(left)
+            self._over.wait(_LOOK_S if left is None else min(left, _LOOK_S))
         return True
 
     def result(self, seconds: float | None = None) -> T:
         """What came of it. Blocking. Raises TimeoutError after so many seconds, asyncio.CancelledError, and what the coroutine raised."""
         if not self.wait(seconds):
             raise TimeoutError
-        assert self._task is not None
+        if self._task is None or not self._task.done():
+            raise asyncio.CancelledError
         return self._task.result()
 
     def cancel(self) -> None:

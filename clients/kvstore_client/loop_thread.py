@@ -1,16 +1,17 @@
 """An event loop in a thread of its own, for those who block."""
 
 import asyncio
-import contextlib
 import os
 import threading
 from collections.abc import Coroutine
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstore.api.wire import BadRequest, ConnectionLost
 from kvstore_client.direct import apart
-from kvstore_client.job import Job
+from kvstore_client.job import Bell, Job
+from kvstore_client.turn import Taken, Turn
 
 T = TypeVar("T")
 
@@ -28,14 +29,19 @@ class LoopThread:
             self._loop = asyncio.new_event_loop()
         except OSError as error:
             raise ConnectionLost(f"there is no event loop to be had for a client: {error.strerror}; see `ulimit -n`") from error
-        self._entering = threading.Lock()
+        self._entering = threading.RLock()  # a signal's handler may come in between, and call, too
+        self._stopping = Turn()
         self._ending = False
+        self._over = False
+        self._ended = Bell()
         self._thread = threading.Thread(target=self._serve, name="kvstore-client", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         self._loop.run_forever()
         self._loop.close()
+        self._over = True
+        self._ended.ring()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; an interrupt of the caller cancels it. Raises BadRequest after `stop`."""
@@ -56,20 +62,33 @@ class LoopThread:
         return apart(lambda: Job(self._loop, work))
 
     @property
+    def over(self) -> bool:
+        """Whether the loop is closed: there is nothing left to be stopped."""
+        return self._over
+
+    @property
     def stopped(self) -> bool:
         """Whether it has ended, or is about to."""
         return self._ending
 
     def stop(self) -> None:
-        """End the loop and its thread. Who still waits for something there is told that the client was closed."""
+        """End the loop and its thread. Who still waits for something there is told that the client was closed. Harmless if done before."""
+        with suppress(Taken):  # another thread does it, and takes its time
+            self._stopping.alone(self._stop_now, 2 * _END_S)
+
+    def _stop_now(self) -> None:
         with self._entering:
-            if self._ending:
-                return
             self._ending = True
-            ended = self._begin(_end_all())
-        ended.result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        if self._over:
+            return
+        try:
+            with suppress(asyncio.CancelledError):  # the loop is closed: this was interrupted before
+                self._begin(_end_all()).result()
+        finally:
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        while not self._over:  # a thread's own `join` takes it for dead ever after if it is interrupted there (Python 3.11)
+            self._ended.wait()
 
     def leave(self, last: Coroutine[Any, Any, None]) -> None:
         """As `stop`, after a last coroutine, for whom nobody waits."""
@@ -86,7 +105,7 @@ class LoopThread:
 
 def _check_descriptors() -> None:
     """Raise OSError if there are none for an event loop: one that is half made ends in a traceback of asyncio's."""
-    with contextlib.ExitStack() as opened:
+    with ExitStack() as opened:
         for _ in range(_LOOP_DESCRIPTORS):
             opened.enter_context(Path(os.devnull).open("rb", buffering=0))
 

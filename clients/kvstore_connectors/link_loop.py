@@ -23,7 +23,7 @@ class LinkLoop:
     """What is submitted is owned: it ends by itself, or when this is closed. `release_s`: how long the end of a lease is waited for."""
 
     def __init__(self, name: str, release_s: float) -> None:
-        self._entering = threading.Lock()
+        self._entering = threading.RLock()  # a signal's handler may come in between, and end this
         self._closing = Turn()
         self._closed = False
         self._release_s = release_s
@@ -107,6 +107,8 @@ class LinkLoop:
         try:
             if self.alive:
                 Job(self.loop, self._end(last)).result(seconds)
+        except asyncio.CancelledError:
+            pass  # the loop is closed: this was interrupted before
         except TimeoutError:
             log.warning("kvstore: the connections did not close within %g s", seconds)
         except Exception:

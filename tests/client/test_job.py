@@ -79,3 +79,40 @@ def test_a_job_says_what_came_of_it_as_often_as_it_is_asked() -> None:
         thread.join()
         loop.close()
     job.cancel()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_job_whose_loop_was_closed_under_it_is_waited_for_by_nobody(begun: bool) -> None:
+    loop = asyncio.new_event_loop()
+    started, may_end, errors = threading.Event(), threading.Event(), list[BaseException]()
+
+    def serve() -> None:
+        if begun:
+            loop.run_forever()
+        may_end.wait(20)
+        loop.close()
+
+    async def wait() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    def ask() -> None:
+        try:
+            waiting.result()
+        except asyncio.CancelledError as error:
+            errors.append(error)
+
+    waiting = Job(loop, wait())
+    server, asker = threading.Thread(target=serve, daemon=True), threading.Thread(target=ask, daemon=True)
+    server.start()
+    asker.start()
+    if begun:
+        assert started.wait(20)
+        loop.call_soon_threadsafe(loop.stop)
+    assert not waiting.done
+    may_end.set()
+    assert ended(server)
+    assert ended(asker), "it waits for ever"
+    assert errors
+    assert waiting.done
+    waiting.cancel()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.api.wire import reading, writing
-from kvstore_client import Client, direct, job, loop_thread, turn
+from kvstore_client import Client, blocking, direct, job, loop_thread, turn
 from kvstore_client.blocking import Namespace
 from kvstore_client.direct import current
 from kvstore_workers.daemon_process import DaemonProcess
@@ -112,3 +112,59 @@ def test_its_loop_waits_for_nobody_who_was_interrupted(client: Client) -> None:
         assert answers, f"the loop hangs (interrupted at {at})"
         at += 1
     assert at >= 5
+
+
+def test_a_client_whose_close_is_interrupted_is_closed_by_the_next(daemon: DaemonProcess) -> None:
+    at, more = 0, True
+    while more:
+        client = Client(daemon.endpoint, connections=1, shared_memory=False)
+        client.ping()
+        more = interrupted(client.close, at, (*LOOP, blocking.__file__))
+        client.close()
+        client._thread._thread.join(10)
+        assert not client._thread._thread.is_alive(), f"its thread goes on (interrupted at {at})"
+        assert client.closed
+        at += 1
+    assert at >= 10
+
+
+def test_threads_that_close_a_client_at_once(daemon: DaemonProcess) -> None:
+    for _ in range(50):
+        client = Client(daemon.endpoint, connections=1, shared_memory=False)
+        both, errors = threading.Barrier(3), list[BaseException]()
+
+        def close(client: Client = client, both: threading.Barrier = both, errors: list[BaseException] = errors) -> None:
+            both.wait(20)
+            try:
+                client.close()
+            except BaseException as error:  # noqa: BLE001 - whatever it is
+                errors.append(error)
+
+        closers = [threading.Thread(target=close, daemon=True) for _ in range(3)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(20)
+            assert not closer.is_alive()
+        assert not errors
+        assert client.closed
+
+
+def test_calls_from_a_handler_come_through_while_another_is_begun(client: Client) -> None:
+    """By the loop of all threads, at any point of another call of this thread."""
+    calls = [0]
+
+    def ask() -> None:
+        client._thread.run(client.inner.ping())
+        calls[0] += 1
+
+    def ask_all() -> None:
+        at = 0
+        while reached(ask, at, ask, LOOP):
+            at += 1
+
+    asker = threading.Thread(target=ask_all, daemon=True)
+    asker.start()
+    asker.join(60)
+    assert not asker.is_alive(), f"it waits for itself (after {calls[0]} calls)"
+    assert calls[0] > 20
