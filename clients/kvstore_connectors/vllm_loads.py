@@ -26,11 +26,15 @@ _TRIES = 3
 
 @dataclass(slots=True)
 class LoadState:
-    """How far a load is. `layers` of the first group are in their blocks; once it is `over`, the pages [first, good) are."""
+    """How far a load is. `layers` of the first group are in their blocks; once it is `over`, the pages [first, good) are.
+
+    Whoever finds it `over` may use the blocks for something else: once it has `begun`, only what runs it says that.
+    """
 
     load: Load
     good: int
     layers: int = 0
+    begun: bool = False
     over: bool = False
     reason: str = ""
 
@@ -78,8 +82,8 @@ class Loader:
         try:
             self._states.append(state)
             self._link.submit(self._run(state))
-        except BaseException:  # interrupted: nobody may wait for it
-            state.over, state.reason = True, "it was interrupted"
+        except BaseException:  # interrupted: nobody may wait for it, unless it runs all the same
+            self._link.soon(self._give_up, state)
             raise
 
     def wait_layer(self, name: str) -> None:
@@ -140,7 +144,16 @@ class Loader:
 
     # --- the link's loop -----------------------------------------------------------------------------------------------
 
+    def _give_up(self, state: LoadState) -> None:
+        """A load was interrupted as it was begun: it is over, unless it runs and ends by itself."""
+        if not state.begun:
+            state.over, state.reason = True, "it was interrupted"
+            self._changed.ring()
+
     async def _run(self, state: LoadState) -> None:
+        if state.over:
+            return
+        state.begun = True
         try:
             async with asyncio.timeout(self._link.settings.load_timeout_s):
                 await self._link.call(lambda namespace: self._load(namespace, state))

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from asyncio import base_events, selector_events
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_client import Client, Component, KVSpec, fingerprint_revision
+from kvstore_client import Client, Component, KVSpec, fingerprint_revision, job
+from kvstore_connectors import link_loop, vllm_loads
 from kvstore_connectors.vllm_layout import GroupLayout, Layout
 from kvstore_connectors.vllm_loads import Finished
 from kvstore_connectors.vllm_metadata import Load, Save, Step
@@ -17,12 +19,16 @@ from kvstore_connectors.vllm_settings import Settings
 from kvstore_connectors.vllm_worker import WorkerSide
 from kvstore_workers.daemon_process import DaemonProcess
 from tests.engines.vllm.link import Link
+from tests.interrupts import interrupted
 
 PAGE, LAYERS, HEADS, CONTENT, BLOCKS = 16, 6, 2, 512, 40
 SPEC = KVSpec(page_tokens=PAGE, components=(Component("full", LAYERS, HEADS, CONTENT, dtype="f32", planes=1),), group_layers=2)
 NAMES = tuple(f"layers.{n}" for n in range(LAYERS))
 PAGES = 8
 TOKENS = np.arange(PAGES * PAGE, dtype=np.uint32)
+
+BEGINNING = (vllm_loads.__file__, link_loop.__file__, job.__file__, base_events.__file__, selector_events.__file__)
+"""Where a load is begun."""
 
 
 class Rank:
@@ -190,3 +196,26 @@ def test_what_finds_no_room_is_told(daemon: DaemonProcess, name: str) -> None:
         assert time.monotonic() < end
         time.sleep(0.01)
     rank.side.close()
+
+
+def test_what_was_said_to_be_over_writes_nothing_though_it_was_interrupted_as_it_was_begun(kept: Rank) -> None:
+    at, said = 0, 0
+    kept.step()
+    while interrupted(lambda: kept.side._loader.start(load(0, PAGES, range(8))), at, BEGINNING):
+        kept.fill(2)
+        end = time.monotonic() + 60
+        while kept.side._loader._states:
+            assert time.monotonic() < end, f"it is never over (interrupted at {at})"
+            done = kept.step()
+            said += len(done.requests)
+            if done.lost:
+                kept.fill(3)
+        before = {layer: tensor.clone() for layer, tensor in kept.tensors.items()}
+        assert kept.side._link is not None
+        while kept.side._link._running:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert all(torch.equal(tensor, before[layer]) for layer, tensor in kept.tensors.items()), f"interrupted at {at}"
+        at += 1
+    assert at >= 5
+    assert said
