@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -20,12 +21,16 @@ _JOIN_S = 5.0
 
 
 class LinkLoop:
-    """What is submitted is owned: it ends by itself, or when this is closed. `release_s`: how long the end of a lease is waited for."""
+    """What is submitted is owned: it ends by itself, or when this is closed. `release_s`: how long the end of a lease is waited for.
+
+    A fork of the process that made it has no such thread: to it this is closed.
+    """
 
     def __init__(self, name: str, release_s: float) -> None:
         self._entering = threading.RLock()  # a signal's handler may come in between, and end this
         self._closing = Turn()
         self._closed = False
+        self._process = os.getpid()
         self._release_s = release_s
         self._running: set[asyncio.Task[Any]] = set()
         self._over = False
@@ -42,7 +47,7 @@ class LinkLoop:
     @property
     def alive(self) -> bool:
         """Whether the loop runs. A thread's own `is_alive` takes it for dead ever after if it is interrupted there (Python 3.11)."""
-        return not self._over
+        return not self._over and os.getpid() == self._process
 
     def made(self, what: Callable[[], T]) -> T:
         """What a function makes that is to be called on the loop. If it raises, the loop is closed."""
@@ -58,6 +63,8 @@ class LinkLoop:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Job[T]:
         """Run a coroutine on the loop. One that is not to run any more is cancelled."""
+        if not self.alive:
+            return Gone(work)
         with self._entering:  # nothing is begun that nobody would end
             return Gone(work) if self._closed else Job(self.loop, self._owned(work))
 
@@ -79,6 +86,8 @@ class LinkLoop:
 
     def soon(self, what: Callable[..., object], *arguments: object) -> None:
         """Call a function on the loop; nothing if that is closed."""
+        if not self.alive:
+            return
         try:
             self.loop.call_soon_threadsafe(what, *arguments)
         except RuntimeError:
@@ -98,6 +107,8 @@ class LinkLoop:
 
     def end(self, last: Callable[[], Awaitable[None]], seconds: float) -> None:
         """End what is under way, then run `last`, for so many seconds at most, and stop. Raises nothing; harmless if done before."""
+        if not self.alive:
+            return
         with suppress(Taken):  # another thread does it, and takes its time
             self._closing.alone(lambda: self._end_now(last, seconds), seconds + _JOIN_S)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -142,3 +143,23 @@ def test_close_ends_what_is_under_way(daemon: DaemonProcess) -> None:
 def test_options_that_make_no_sense(settings: dict[str, object], words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         LinkOptions.take(settings)
+
+
+def test_a_fork_has_no_store_and_leaves_that_of_its_maker_alone(daemon: DaemonProcess) -> None:
+    link = StoreLink(LinkOptions(endpoint=daemon.endpoint), "test", log)
+    try:
+        assert look(link) == 0
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            code = 1
+            try:
+                code = 0 if look(link) == -2 and not link.alive else 2
+                link.forget()
+                link.close()
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert look(link) == 0
+    finally:
+        link.close()
