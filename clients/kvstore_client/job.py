@@ -81,6 +81,8 @@ class Job(Generic[T]):
         """What came of it. Blocking. Raises TimeoutError after so many seconds, asyncio.CancelledError, and what the coroutine raised."""
         if not self.wait(seconds):
             raise TimeoutError
+        if self._task is None:
+            self._work.close()  # it was never begun
         if self._task is None or not self._task.done():
             raise asyncio.CancelledError
         return self._task.result()
