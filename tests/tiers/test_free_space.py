@@ -34,7 +34,8 @@ class FreeSpaceMachine(RuleBasedStateMachine):
 
     @rule(counts=st.lists(st.integers(1, 20), max_size=5))
     def allocate(self, counts: list[int]) -> None:
-        largest = max((extent.blocks for extent in runs(self.free)), default=0)
+        before = runs(self.free)
+        largest = max((extent.blocks for extent in before), default=0)
         taken = self.space.allocate(counts)
         if taken is None:
             assert sum(counts) > len(self.free)
@@ -46,6 +47,11 @@ class FreeSpaceMachine(RuleBasedStateMachine):
             self.free.difference_update(blocks)
         if counts and counts[0] <= largest:
             assert len(taken[0]) == 1, "cut, though there was an extent large enough"
+        if counts and min(counts) > largest:  # all were cut
+            sizes = sorted((extent.blocks for extent in before), reverse=True)
+            fewest = next(n for n in range(len(sizes) + 1) if sum(sizes[:n]) >= sum(counts))
+            starts = [piece.first for extents in taken for piece in extents]
+            assert sum(any(first <= start < first + count for start in starts) for first, count in before) == fewest
         self.taken += taken
 
     @precondition(lambda self: self.taken)
@@ -85,3 +91,19 @@ def test_what_is_put_together_lies_together() -> None:
     assert taken is not None
     assert all(len(extents) == 1 for extents in taken)
     assert all(after[0].first == before[0].first + 7 for before, after in pairwise(taken))
+
+
+def test_what_fits_whole_is_not_cut_for_the_sake_of_what_does_not() -> None:
+    space = FreeSpace(11, np.array([[3, 1], [7, 1], [9, 1]], np.int64))
+    assert space.extents() == [Extent(0, 3), Extent(4, 3), Extent(8, 1), Extent(10, 1)]
+    assert space.allocate([5, 3]) == [[Extent(4, 3), Extent(8, 1), Extent(10, 1)], [Extent(0, 3)]]
+    assert space.extents() == []
+
+
+def test_extents_that_are_used_up_are_taken_out() -> None:
+    space = FreeSpace(2_000, np.array([[block, 1] for block in range(1, 2_000, 2)], np.int64))
+    taken = [space.allocate([1]) for _ in range(400)]
+    assert taken == [[[Extent(2 * number, 1)]] for number in range(400)]
+    assert len(space._count) < 700, "each look from the front would go over them"
+    space.free([extents[0] for one in taken if one is not None for extents in one])
+    assert space.extents() == [Extent(block, 1) for block in range(0, 2_000, 2)]
