@@ -69,6 +69,8 @@ class Pages:
         self.kept: dict[str, npt.NDArray[Any]] = {spec.name: column(capacity, spec.dtype) for spec in kept}
         """What others keep for each page. It moves with the page and stays with its ghost; free slots and new pages have zeros."""
         self.key_index = HashIndex()
+        self.touched: list[slice | Slots] | None = None
+        """While somebody looks for leased pages (store/dram/leased.py): the places of those leased, moved or given parts since."""
 
     def row_bytes(self) -> int:
         """Bytes of one page's row, labels left out."""
@@ -83,6 +85,8 @@ class Pages:
         """Copy a run of rows, labels included, to other slots, and point the key index at them."""
         for array in (*self._moved(), self.tokens, self.extras):
             array[target : target + count] = array[source : source + count]
+        if self.touched is not None:
+            self.touched.append(slice(target, target + count))
         for offset in range(count):
             self.key_index.replace(self.key_hash(target + offset), source + offset, target + offset)
 

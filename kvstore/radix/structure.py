@@ -104,6 +104,8 @@ class TreeStructure(TreeTables):
         new = NewPages(b"", b"", blobs, ranges)
         self.pages.part[slots] = self.parts.add(blobs, *geometry(ranges), after=self.pages.part[slots])
         self.pages.components[slots] |= new.masks()
+        if self.pages.touched is not None:
+            self.pages.touched.append(slots)
 
     def take_components(self, slot: int, components: int) -> tuple[list[int], list[int]]:
         """Take optional components (a mask) from a page. Returns their blobs, and those of them that its durable record names."""

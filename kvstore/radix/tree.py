@@ -246,7 +246,10 @@ class RadixTree(TreeStructure):
 
         `slots` are those of the path, if they are known.
         """
-        self.pages.leases[self.path_run(path) if slots is None or len(path.nodes) == 1 else slots] += 1
+        run = self.path_run(path) if slots is None or len(path.nodes) == 1 else slots
+        self.pages.leases[run] += 1
+        if self.pages.touched is not None:
+            self.pages.touched.append(run)
         return self.key_at(path)
 
     def unpin(self, boundary_key: bytes) -> Path:

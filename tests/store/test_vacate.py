@@ -11,8 +11,10 @@ from kvstore.digests import slice_digest
 from kvstore.kvspec import Component, KVSpec, PartRange
 from kvstore.store import Ack, NamespaceSettings, PutRequest, Space, Store, StoreConfig
 from kvstore.store.checking.check import check
-from kvstore.store.dram.vacate import Vacator, leased_blobs
+from kvstore.store.dram.leased import LeasedBlobs
+from kvstore.store.dram.vacate import Vacator
 from kvstore.tiers.watermarks import Watermarks
+from tests.store.flat_pages import TWO, begin, key_of, pages_of, put_pages, send, settings_of
 from tests.store.test_store import config as machine_config
 from tests.store.test_store import put as put_prefix
 from tests.store.test_store import settings_named, tokens_of
@@ -164,19 +166,21 @@ async def test_slots_of_a_put_under_way_stay_where_they_are(tmp_path: Path) -> N
         await settle(store)
 
 
-def begin_to_vacate(store: Store, space: Space, kept: list[int]) -> list[int]:
+async def begin_to_vacate(store: Store, space: Space, kept: list[int]) -> list[int]:
     """Start to move, and return the pages whose blobs are being moved: those that are pinned, as nothing else is under way."""
     assert vacator(store)._start(40_000)
-    moving = [token for token in kept if space.blobs.pins[row_of(space, token)]]
-    assert moving
-    return moving
+    while vacator(store).busy:
+        await asyncio.sleep(0)
+        if moving := [token for token in kept if space.blobs.pins[row_of(space, token)]]:
+            return moving
+    raise AssertionError("nothing is moved")
 
 
 async def test_a_fetch_that_begins_during_the_move_keeps_its_bytes(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space, kept = await with_holes(store)
         before = {token: slot_of(space, token) for token in kept}
-        moving = begin_to_vacate(store, space, kept)
+        moving = await begin_to_vacate(store, space, kept)
         held = store.reading.hold_resident(space, row_of(space, moving[0]))
         assert held is not None
         await store.settle()
@@ -194,7 +198,7 @@ async def test_what_is_leased_or_removed_during_the_move_is_not_moved(tmp_path: 
     async with Store(config(tmp_path / "d")) as store:
         space, kept = await with_holes(store, keep=0.7)
         before = {token: slot_of(space, token) for token in kept}
-        moving = begin_to_vacate(store, space, kept)
+        moving = await begin_to_vacate(store, space, kept)
         assert len(moving) >= 2
         leased, removed = moving[:2]
         store.match(space, np.uint32(leased).tobytes(), {}, owner=OWNER, lease_s=60)
@@ -211,7 +215,7 @@ async def test_what_is_leased_or_removed_during_the_move_is_not_moved(tmp_path: 
 async def test_a_namespace_dropped_during_the_move_leaves_nothing(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space, kept = await with_holes(store)
-        begin_to_vacate(store, space, kept)
+        await begin_to_vacate(store, space, kept)
         await store.drop_namespace(space)
         await settle(store)
         assert store.figures.usage()["dram"].used == 0
@@ -220,7 +224,7 @@ async def test_a_namespace_dropped_during_the_move_leaves_nothing(tmp_path: Path
 async def test_a_stop_during_the_move_waits_for_it(tmp_path: Path) -> None:
     async with Store(config(tmp_path / "d")) as store:
         space, kept = await with_holes(store)
-        begin_to_vacate(store, space, kept)
+        await begin_to_vacate(store, space, kept)
     assert not vacator(store).busy
 
 
@@ -244,9 +248,70 @@ async def test_what_a_run_was_moved_from_is_not_leased(tmp_path: Path) -> None:
         await put_prefix(store, space, (1, 3, 4), b"a" * 16, Ack.MEMORY, first=1)
         after = int(space.tree.path_slots(space.tree.match(tokens_of((1,))))[0])
         assert before != after, "the run was not moved"
-        assert sorted(np.flatnonzero(leased_blobs(space)).tolist()) == sorted(space.rows_of(after))
+        assert await leased_rows(space) == set(space.rows_of(after))
         assert lease is not None
         store.release_lease(OWNER, lease.id)
         assert space.tree.pages.leases[before], "the place says what it did"
-        assert not leased_blobs(space).any()
+        assert not await leased_rows(space)
+        check(store)
+
+
+async def leased_rows(space: Space) -> set[int]:
+    leased = await LeasedBlobs.of(space)
+    try:
+        return set(np.flatnonzero(leased.needs(np.arange(space.blobs.slots.high))).tolist())
+    finally:
+        leased.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_what_is_leased_while_it_is_looked_for_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Leases come and go, and runs of pages are moved, between places that have been looked at and others."""
+    monkeypatch.setattr("kvstore.store.dram.leased._SLOTS_AT_ONCE", 2)
+    monkeypatch.setattr("kvstore.store.dram.leased._LEASED_AT_ONCE", 1)
+    draw = random.Random(seed)
+    async with Store(machine_config(tmp_path / "d")) as store:
+        space, leases, prefixes = await store.create_namespace(settings_named()), list[int](), list[tuple[int, ...]]()
+
+        async def something() -> None:
+            if len(prefixes) < 3 or draw.random() < 0.6:
+                above = draw.choice([(), *prefixes])
+                prefixes.append((*above, len(prefixes)))
+                await put_prefix(store, space, prefixes[-1], b"a" * 16, Ack.MEMORY, first=len(above))
+            elif lease := store.match(space, tokens_of(draw.choice(prefixes)), {}, owner=OWNER, lease_s=60).lease:
+                leases.append(lease.id)
+            if leases and draw.random() < 0.3:
+                store.release_lease(OWNER, leases.pop(draw.randrange(len(leases))))
+
+        for _ in range(8):
+            await something()
+        assert store.match(space, tokens_of(prefixes[0]), {}, owner=OWNER, lease_s=60).lease is not None
+        looking = asyncio.create_task(LeasedBlobs.of(space))
+        while not looking.done():
+            await asyncio.sleep(0)
+            await something()
+        leased = looking.result()
+        for _ in range(4):
+            await something()
+        slots = space.tree.live_slots()
+        needed = {row for slot in slots[space.tree.pages.leases[slots] > 0].tolist() for row in space.rows_of(slot)}
+        assert leased.needs(np.array(sorted(needed))).all()
+        leased.close()
+        check(store)
+
+
+async def test_what_a_leased_page_gets_late_is_leased_too(tmp_path: Path) -> None:
+    async with Store(machine_config(tmp_path / "d")) as store:
+        space, pages = await store.create_namespace(settings_of(TWO)), pages_of(1)
+        await put_pages(store, space, pages, with_state=False)
+        slot = space.tree.pages.find_key(key_of(space, pages[0]))
+        space.tree.pin(space.tree.path_to(slot))
+        late = await begin(store, space, pages)
+        send(late, pages)
+        leased, before = await LeasedBlobs.of(space), space.rows_of(slot)
+        await store.commit_put(late)
+        assert len(space.rows_of(slot)) > len(before)
+        assert leased.needs(np.array(space.rows_of(slot))).all()
+        leased.close()
+        space.tree.unpin(key_of(space, pages[0]))
         check(store)

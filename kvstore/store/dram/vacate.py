@@ -6,14 +6,15 @@ executor) it is pinned, and it takes its new place only if it is still so that n
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.radix.tables import ROOT
+from kvstore.store.dram.leased import LeasedBlobs
 from kvstore.store.space import Space
 from kvstore.store.space_blobs import OWNER_ROW, OWNER_SHIFT
 from kvstore.store.stats import Stats
@@ -78,35 +79,41 @@ class Vacator:
         if self._task is not None or missing <= 0:
             return
         usage, loop = self._arena.usage(), asyncio.get_running_loop()
-        if usage.capacity - usage.used < self._headroom or loop.time() < self._rest_until:
-            return
-        if not (self._start(missing) or self._start(1)):
-            self._rest_until = loop.time() + _REST_S
+        if usage.capacity - usage.used >= self._headroom and loop.time() >= self._rest_until:
+            self._start(missing, 1)
 
-    def _start(self, wanted: int) -> bool:
-        """Start to vacate if it can be done."""
+    def _start(self, *wanted: int) -> bool:
+        """Start to look for what can be vacated, and to vacate it: so many bytes, or else the next number of them."""
         now = asyncio.get_running_loop().time()
         until, hopeless = self._hopeless
-        if self._stopped or not self._budget.available or (now < until and wanted >= hopeless):
+        if self._stopped or not self._budget.available or (now < until and wanted[-1] >= hopeless):
             return False
-        victims = self._choose(max(wanted, 1))
-        if not victims:
-            self._hopeless = (now + _HOPELESS_S, wanted)
-            return False
-        self._task = asyncio.create_task(self._run(victims, self._begin(victims)), name="kvstore-vacate")
+        self._task = asyncio.create_task(self._run(wanted), name="kvstore-vacate")
         return True
 
-    async def _run(self, victims: list[int], moves: list[_Move]) -> bool:
+    async def _run(self, wanted: Sequence[int]) -> bool:
+        leased: dict[int, LeasedBlobs] = {}
         try:
-            gained = await self._vacate(victims, moves)
+            gained = await self._vacate_some(wanted, leased)
         except Exception:
             _log.critical("moving blobs failed", exc_info=True)
             raise
         finally:
+            for one in leased.values():
+                one.close()
             self._task = None
         if gained:
             self.keep_headroom()
         return gained
+
+    async def _vacate_some(self, wanted: Sequence[int], leased: dict[int, LeasedBlobs]) -> bool:
+        for nbytes in wanted:
+            if victims := await self._choose(max(nbytes, 1), leased):
+                return await self._vacate(victims, self._begin(victims), leased)
+        now = asyncio.get_running_loop().time()
+        self._hopeless = (now + _HOPELESS_S, wanted[-1])
+        self._rest_until = now + _REST_S if len(wanted) > 1 else self._rest_until
+        return False
 
     async def stop(self) -> None:
         """Move nothing more; returns once what is under way has ended."""
@@ -116,36 +123,41 @@ class Vacator:
 
     # --- one batch -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, wanted: int) -> list[int]:
-        spaces = {space.number: space for space in self._spaces()}
-        leased: dict[int, npt.NDArray[np.bool_]] = {}
+    async def _choose(self, wanted: int, leased: dict[int, LeasedBlobs]) -> list[int]:
+        """The segments to vacate, as they are at the end; `leased` gets what is leased in their namespaces, which is looked for."""
+        while True:
+            spaces, unknown = {space.number: space for space in self._spaces()}, set[int]()
+            most = min(self._budget.available, max(_BATCH_BYTES, wanted))
+            movable = partial(self._movable, spaces, leased, unknown)
+            victims = choose(self._arena.candidates(), wanted, most, movable)
+            if not unknown:
+                return victims
+            for number in unknown & spaces.keys():
+                leased[number] = await LeasedBlobs.of(spaces[number])
 
-        def movable(number: int) -> bool:
-            found = self._arena.owned_slots(number)
-            if found is None:
-                return False
-            for space_number, rows in _by_space(found[1]):
-                space = spaces.get(space_number)
-                if space is None or space.blobs.pins[rows].any():
-                    return False
-                if space_number not in leased:
-                    leased[space_number] = leased_blobs(space)
-                if leased[space_number][rows].any():
-                    return False
-            return True
+    def _movable(self, spaces: dict[int, Space], leased: dict[int, LeasedBlobs], unknown: set[int], number: int) -> bool:
+        """Whether nobody has what is in a segment; `unknown` gets its namespaces of which it is not known yet what is leased."""
+        found = self._arena.owned_slots(number)
+        if found is None:
+            return False
+        owned = _by_space(found[1])
+        if any(number not in spaces or spaces[number].blobs.pins[rows].any() for number, rows in owned):
+            return False
+        new = {number for number, _ in owned} - leased.keys()
+        unknown |= new
+        return not any(leased[number].needs(rows).any() for number, rows in owned if number not in new)
 
-        most = min(self._budget.available, max(_BATCH_BYTES, wanted))
-        return choose(self._arena.candidates(), wanted, most, movable)
-
-    async def _vacate(self, victims: list[int], moves: list[_Move]) -> bool:
+    async def _vacate(self, victims: list[int], moves: list[_Move], leased: dict[int, LeasedBlobs]) -> bool:
         copied = False
         try:
             view = self._arena.view
             pairs = [(view(m.source)[: m.stored], view(m.target)[: m.stored]) for m in moves]
             await finish_despite_cancel(asyncio.get_running_loop().run_in_executor(self._executor, _copy, pairs))
+            for one in leased.values():
+                await one.follow()
             copied = True
         finally:
-            self._switch(moves, copied)
+            self._switch(moves, leased if copied else None)
             empty = [number for number in victims if self._arena.is_empty(number)]
             for number in victims:
                 if number not in empty:
@@ -170,14 +182,16 @@ class Vacator:
                 moves.append(_Move(space, row, source, target, space.stored_bytes(row)))
         return moves
 
-    def _switch(self, moves: list[_Move], copied: bool) -> None:
-        """Let the blobs take their new places, but for those that somebody has begun to use or has lost meanwhile."""
-        leased = {move.space: leased_blobs(move.space) for move in moves} if copied else {}
+    def _switch(self, moves: list[_Move], leased: dict[int, LeasedBlobs] | None) -> None:
+        """Let the blobs take their new places, but for those that somebody has begun to use or has lost meanwhile.
+
+        Without `leased` they were not copied, and none does.
+        """
         for move in moves:
             space, row, blobs = move.space, move.row, move.space.blobs
             self._arena.moved(move.target)
             alone = blobs.pins[row] == 1 and blobs.pages[row] and blobs.slot[row] == move.source
-            if copied and alone and not leased[space][row]:
+            if leased is not None and alone and not leased[space.number].needs(np.array([row])).any():
                 space.clear_slot(row)
                 space.set_slot(row, move.target)
                 self._stats.moved_blobs += 1
@@ -196,18 +210,6 @@ class Vacator:
                 await finish_despite_cancel(closing)
             finally:
                 self._arena.release(retired)
-
-
-def leased_blobs(space: Space) -> npt.NDArray[np.bool_]:
-    """For each row of the blob table, whether a leased page needs it."""
-    tree, mask = space.tree, np.zeros(space.blobs.slots.high, np.bool_)
-    slots = np.flatnonzero(tree.pages.leases[: tree.pages.ranges.high])
-    part = tree.pages.part[slots[tree.pages.node[slots] > ROOT]]  # a place that a run was moved from still says what it did
-    while len(part := part[part >= 0]):
-        rows = tree.parts.blob[part]
-        mask[rows[rows >= 0]] = True
-        part = tree.parts.next[part]
-    return mask
 
 
 def _by_space(owners: npt.NDArray[np.int64]) -> list[tuple[int, npt.NDArray[np.int64]]]:
