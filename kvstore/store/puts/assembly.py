@@ -17,6 +17,7 @@ from kvstore.digests import KEY_BYTES
 from kvstore.errors import KVStoreError
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.kvspec import PartRange
+from kvstore.radix.pages import Slots
 from kvstore.radix.values import NewPages
 from kvstore.store.puts.bringing_in import bring_in, is_whole, let_go
 from kvstore.store.puts.pending import Pending
@@ -124,9 +125,13 @@ class Assemblies:
         """Which parts (pages, parts) of a put that is about to start are here already."""
         found = np.zeros((len(keys) // KEY_BYTES, len(ranges)), np.bool_)
         if space.spec.flat:
+            places: dict[tuple[PartRange, ...], Slots] = {}  # nearly all pages have the same parts, and comparing those is what takes long
             for page in range(len(found)):
                 for pending in self.pending_of(space, put_id, keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]):
-                    found[page] = [r in pending.ranges and pending.rows[0, pending.ranges.index(r)] >= 0 for r in ranges]
+                    if (at := places.get(pending.ranges)) is None:
+                        of = {part: place for place, part in enumerate(pending.ranges)}
+                        at = places[pending.ranges] = np.array([of.get(part, -1) for part in ranges], np.int32)
+                    found[page] = (at >= 0) & (pending.rows[0, at] >= 0)
             return found
         asked = Pending(first, b"", keys, b"", (), np.empty((len(found), 0), np.int32))
         for pending in self.pending_of(space, put_id):
