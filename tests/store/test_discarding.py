@@ -177,8 +177,10 @@ async def test_what_may_not_be_discarded_is_passed_over(tmp_path: Path) -> None:
             await put(store, other, (number,), b"v" * 16)
         for number in range(28):
             assert await read(store, space, (number,)) == 1
-        assert matched(store, other, (59,)) == 1
+        await store.settle()  # what made the mover start may have gone with the rest: it frees down to the low mark
+        await put(store, other, (60,), b"v" * 16)
         await store.settle()
+        assert matched(store, other, (60,)) == 1
         check(store)
 
 
