@@ -107,7 +107,7 @@ async def test_a_buffer_that_was_dropped_says_so(daemon: DaemonProcess, client: 
 
 def test_more_than_there_is_is_refused_before_it_is_made(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SharedBuffer, "__init__", lambda *_: pytest.fail("it was made"))
-    with Client(daemon.endpoint) as client, pytest.raises(NoSpace, match=r"no memory for a buffer of \d+ bytes: \d+ (are|its)"):
+    with Client(daemon.endpoint) as client, pytest.raises(NoSpace, match=r"no memory for a buffer of [\d.]+ GiB: [\d.]+ [MG]iB (are|its)"):
         client.buffer(2 * read_memory().available)
 
 
